@@ -37,18 +37,24 @@ from dataclasses import asdict
 import torch
 
 from common.console import print_text
+from common.errors import EXIT_CODES
 from common.process import StopRequest, run_process
 from data.loader import Loader
 from results.plots import plot_run
-from training.banner import describe_finished_run, format_banner, report
+from training.banner import describe_finished_run, format_banner, print_report
 from training.build import build_data, build_model, describe_run, load_init_weights
-from training.checkpoint import CheckpointWriter, load_last_checkpoint, make_checkpoint_header
+from training.checkpoint import (
+    CheckpointWriter,
+    load_last_checkpoint,
+    make_checkpoint_header,
+    remove_later_steps,
+)
 from training.config import RunConfig
 from training.evaluate import Evaluator
 from training.log import RunLogger
 from training.optimizer import build_optimizers, optimizer_step, set_lr
 from training.plan import show_plan
-from training.run_folder import open_run_folder
+from training.run_folder import RunFolder, open_run_folder
 from training.runtime import build_grad_scaler, resolve_runtime, seed_device
 from training.schedule import lr_scale
 from training.train_state import TrainState
@@ -59,7 +65,7 @@ def main(config: RunConfig) -> int:
     runtime = resolve_runtime(config)  # refuses what cannot run here, before a file is written
     dist = runtime.dist
     device = runtime.device
-    dist.connect(device, runtime.dtype)
+    dist.connect(device, runtime.dtype)  # refuses processes with different dtypes
 
     with ExitStack() as stack:
         # run folder: its name, its lock, and whether the run resumes
@@ -78,32 +84,33 @@ def main(config: RunConfig) -> int:
         scaler = build_grad_scaler(device, runtime.dtype)
 
         # training state: from the last checkpoint, if the run resumes
-        steps_per_epoch = sum(loader.windows) / config.train.batch_size
+        steps_per_epoch = loader.windows_per_epoch / config.train.batch_size
         state = TrainState(config.train, model, optimizers, scaler, steps_per_epoch)
-        header = make_checkpoint_header(config, data.meta)
+        header = make_checkpoint_header(config, data.meta)  # what all its checkpoints have
         load_last_checkpoint(run, state, header, dist)
-        if run.was_finished_at(state.step) and state.progress >= 1:  # limits were not raised
+        if run.is_finished(state):
             print_text(describe_finished_run(run, state))
             return 0
 
-        # files of the run, without those of steps after the loaded checkpoint
+        # files of the run: remove what a killed process wrote after its last checkpoint
+        remove_later_steps(run, state)
         facts = describe_run(config, runtime, model, data)
         logger = RunLogger(config, runtime, run, state, facts)
         checkpoints = CheckpointWriter(config.checkpoint, run, state, header)
-        checkpoints.remove_later_steps()
         run.start(asdict(config), facts | logger.results())
         print_text(format_banner(config, run, data.meta))
         stack.enter_context(logger)
-        stop = stack.enter_context(StopRequest())  # a signal raises until stop.enable()
+        stop = stack.enter_context(StopRequest())  # until stop.enable(), a signal raises
 
         # evaluate the initial weights, or repeat the evaluation that a signal has stopped
-        tokenizer = data.tokenizer
         evaluator = Evaluator(
-            config.eval, config.seed, runtime, model, wrapped_model, loader, tokenizer, run, stop
+            config.eval, runtime, loader, run, stop, model=model, wrapped_model=wrapped_model
         )
         if state.evaluation_was_stopped or (state.step == 0 and config.eval.initial):
-            logger.log_step(evaluator.evaluate(state, state.unlogged))  # with its other metrics
-            checkpoints.save(logger.flush())
+            evaluation = evaluator.evaluate(state)
+            logger.log_step(state.unlogged | evaluation)
+            state.unlogged = {}
+            save(logger, checkpoints, run)
 
         B = runtime.micro_batch_size
         while not state.is_done:
@@ -115,7 +122,7 @@ def main(config: RunConfig) -> int:
             # forward and backward, accumulating gradients over micro batches
             step_start = state.step * config.train.batch_size  # first sequence of this step
             rank_start = step_start + dist.rank * runtime.accumulation * B
-            # micro batches may have different numbers of targets: divide by those of the step
+            # divide by the targets of the whole step: micro batches may have different numbers
             num_targets = loader.count_targets(step_start, config.train.batch_size)
             targets_per_rank = num_targets / dist.world_size  # DDP averages gradients over ranks
             loss = torch.zeros((), device=device)
@@ -141,20 +148,33 @@ def main(config: RunConfig) -> int:
 
             # evaluate, log and save
             lr = config.optimizer.lr * scale
-            train_loss = dist.all_reduce_mean(loss)
-            metrics = {"train/loss": train_loss, "grad_norm": grad_norm, "lr": lr}
-            if state.step % config.eval.every == 0 or state.progress >= 1:
-                metrics = evaluator.evaluate(state, metrics)  # None if a signal stops it
-            logger.log_step(metrics)
-            if checkpoints.is_due():
-                results = logger.flush()  # the rows are on the disk before the checkpoint
-                checkpoints.save(results)
+            metrics = {"train/loss": dist.all_reduce_mean(loss), "grad_norm": grad_norm, "lr": lr}
+            evaluates = state.step % config.eval.every == 0 or state.progress >= 1
+            if evaluates:
+                metrics |= evaluator.evaluate(state)
+            if evaluates and state.stopped:  # the resumed run repeats the evaluation
+                state.unlogged = metrics
+            else:
+                logger.log_step(metrics)
+            if checkpoints.is_due:
+                save(logger, checkpoints, run)
 
         dist.barrier()  # rank 0 may still save a checkpoint
-        run.end(state.step, is_interrupted=state.stopped)
+        run.end(state)
     if run.is_main:
         plot_run(run.folder)
-    return report(run)
+    print_report(run)
+    return EXIT_CODES[run.summary["status"]]
+
+
+def save(logger: RunLogger, checkpoints: CheckpointWriter, run: RunFolder) -> None:
+    """Save in an order from which a run that is killed in between resumes.
+
+    A checkpoint is written after the rows of its steps, and the summary after the checkpoint.
+    """
+    logger.flush()
+    checkpoints.save()
+    run.update(logger.results())
 
 
 if __name__ == "__main__":

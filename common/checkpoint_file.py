@@ -43,10 +43,7 @@ def load_checkpoint(path: Path) -> dict:
         # A training process has replaced the file, which torch.load opens several times.
         return load_checkpoint(path)
     if damage is not None:
-        raise UserError(
-            f"{path} is damaged ({damage}); "
-            "copy the run's other checkpoint over it, or set another name"
-        )
+        raise UserError(f"{path} is damaged ({damage}); restore it, or set another name")
     if found != FORMAT:
         raise UserError(
             f"{path} has checkpoint format {found}, but this version reads {FORMAT}; "

@@ -96,6 +96,15 @@ def format_value(value: Any) -> str:
     return text.replace('"', "")
 
 
+def describe_changes(old: dict, new: dict) -> dict[str, str]:
+    """Describe the keys that both have and whose values differ: {key: "key=old (now new)"}."""
+    changes = {}
+    for key, value in new.items():
+        if key in old and old[key] != value:
+            changes[key] = f"{key}={format_value(old[key])} (now {format_value(value)})"
+    return changes
+
+
 def unescape(value: Any) -> Any:
     r"""Replace \n, \r, \t and \\ in a string or a list of strings. Others are unchanged."""
     if isinstance(value, list):

@@ -49,6 +49,7 @@ class Loader:
         self.T = block_size
         self.seed = seed
         self.device = torch.device(device)
+        self.tokenizer = data.tokenizer
         self.weights = data.weights
         self.train = data.train
         # number of windows per epoch of each source
@@ -61,13 +62,18 @@ class Loader:
         self.val = data.val
         self.val_T = min(block_size, len(self.val) - 1)
         self.val_windows = math.ceil((len(self.val) - 1) / self.val_T)
-        self.end_of_text = end_of_text(data.tokenizer) if document_mask else None
+        self.end_of_text = end_of_text(self.tokenizer) if document_mask else None
         if document_mask and self.end_of_text is None:
             raise UserError(
                 f"data.document_mask=true needs the {END_OF_TEXT} token, which the tokenizer "
                 "lacks; set it to false, or use a text of several documents and a tokenizer "
                 "built from it"
             )
+
+    @property
+    def windows_per_epoch(self) -> int:
+        """Number of windows in one epoch of each source."""
+        return sum(self.windows)
 
     def batch(
         self, split: str, first: int, count: int, stride: float = 1

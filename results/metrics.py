@@ -5,7 +5,7 @@ comparison.csv. Its entry says whether it is also in the terminal's table and in
 
 METRICS has an entry for each column of metrics.jsonl and key of summary.json that is compared, or
 that wandb shows in another way than its other curves. summary.json has the newest value of each
-column of metrics.jsonl, as `summary_key`.
+column of metrics.jsonl, as `summary_key` of training/run_folder.py.
 """
 
 from collections.abc import Callable
@@ -123,8 +123,3 @@ METRICS: dict[str, Metric] = {
     "peak_memory_bytes": Metric("memory", format_memory, MEDIAN, in_plot=True),
     "kv_cache_bytes_per_token": Metric(compare=MEAN),
 }
-
-
-def summary_key(name: str) -> str:
-    """The name in summary.json of a metric's newest value: val/loss -> last_val_loss."""
-    return f"last_{name.replace('/', '_')}" if "/" in name else name

@@ -15,8 +15,8 @@ from typing import Any
 from common.errors import UserError
 from common.files import parse_yaml, read_file, read_json
 from common.settings import flatten_dict, format_value
-from results.metrics import summary_key
 from training.config import WARMUP_STEPS
+from training.run_folder import summary_key
 
 IGNORED_SECTIONS = ("seed", "name", "resume", "wandb")  # runs of one variant may differ in these
 # Suffixes of the keys that select the values of a section, as model.name and attention.backend do.

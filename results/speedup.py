@@ -19,9 +19,10 @@ import numpy as np
 from scipy.interpolate import PchipInterpolator
 
 from common.console import PYTHON
-from results.metrics import Value, summary_key
+from results.metrics import Value
 from results.read import Run, Variant
 from results.statistics import ci95, estimate_median
+from training.run_folder import summary_key
 
 # The settings in which two lengths of one variant may differ.
 LENGTH_KEYS = ("train.steps", "eval.every", "checkpoint.")

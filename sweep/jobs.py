@@ -13,7 +13,7 @@ from typing import NamedTuple
 from common.console import print_text
 from common.errors import EXIT_CODES, UserError
 from common.files import parse_yaml, read_file, read_json, write_json
-from common.settings import flatten_dict, format_value
+from common.settings import describe_changes, flatten_dict
 from training.run_folder import write_config
 
 SCRIPT = Path(__file__).parents[1] / "train.py"
@@ -42,14 +42,11 @@ class Job:
 
     def check_folder(self) -> None:
         """Raise UserError if the folder contains a run with a different config."""
-        new = flatten_dict(self.config)
-        changes = []
-        for key, old in read_trained_config(self.folder).items():
-            if not key.startswith(CHANGEABLE_KEYS) and old != new.get(key, old):
-                changes.append(f"{key}={format_value(old)} (now {format_value(new[key])})")
-        if changes:
+        changes = describe_changes(read_trained_config(self.folder), flatten_dict(self.config))
+        fixed = [changes[key] for key in changes if not key.startswith(CHANGEABLE_KEYS)]
+        if fixed:
             advice = "restore the old values, or set another name"
-            raise UserError(f"{self.folder} was trained with {', '.join(changes)}; {advice}")
+            raise UserError(f"{self.folder} was trained with {', '.join(fixed)}; {advice}")
 
 
 def read_job_config(folder: Path) -> dict:

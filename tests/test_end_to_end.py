@@ -12,8 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import chdir, contextmanager, redirect_stdout, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -21,7 +20,6 @@ import pytest
 import torch
 from helpers import (
     ROOT,
-    TEXT,
     TINY,
     file_size_limit,
     load,
@@ -39,6 +37,7 @@ from run_helpers import (
     train_in,
 )
 
+from common.checkpoint_file import save_checkpoint
 from common.process import raise_interrupt
 from training.evaluate import Evaluator
 
@@ -55,18 +54,14 @@ def list_checkpoints(name: str) -> set[str]:
 @pytest.mark.parametrize(
     ("optimizer", "dtype"), [("adamw", "float32"), ("muon", "float32"), ("muon", "bfloat16")]
 )
-def test_extended_run_is_bit_identical_to_a_longer_run(train, optimizer, dtype):
+def test_extended_run_is_bit_identical_to_a_longer_run(train, optimizer, dtype, capsys):
     """With dropout."""
     settings = [f"optimizer={optimizer}", f"dtype={dtype}", "model.dropout=0.1", WARMUP]
     assert train("name=whole", "train.steps=9", *settings) == 0
     assert train("name=parts", *settings) == 0
     assert train("name=parts", "train.steps=9", *settings) == 0
+    assert "runs/parts, resumed from step 6" in capsys.readouterr().out
     assert_same_run("whole", "parts")
-
-
-def test_resumed_run_prints_its_step(trained, train, capsys):
-    assert train("name=a", "train.steps=9") == 0
-    assert "runs/a, resumed from step 6" in capsys.readouterr().out
 
 
 def test_finished_run_does_not_train_again(trained, train, capsys):
@@ -74,12 +69,6 @@ def test_finished_run_does_not_train_again(trained, train, capsys):
     assert train("name=a") == 0
     assert "runs/a is finished at step 6; set a larger train.steps" in capsys.readouterr().out
     assert read_files(Path("runs/a")) == before
-
-
-def test_command_of_each_process_is_recorded(trained, train, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["train.py", "name=a", "train.steps=7"])
-    assert train("name=a", "train.steps=7") == 0
-    assert summary("a")["command"] == "python train.py name=a train.steps=7"
 
 
 @pytest.mark.parametrize("status", ["running", None], ids=["old summary", "no summary"])
@@ -125,9 +114,6 @@ def refuse(trained, train, capsys):
         ("model.n_layer=1", "model.n_layer=2 (now 1)"),
         ("tokenizer=byte", "tokenizer.name=char (now byte)"),
         ("data.val_fraction=0.2", "with data.val_fraction=0.1 (now 0.2);"),
-        ("optimizer=adamw", "optimizer.name=muon (now adamw)"),
-        ("train.batch_size=8", "train.batch_size=4 (now 8)"),
-        ("seed=2", "seed=1337 (now 2)"),
         ("resume=false", "runs/a exists; set another name"),
         ("train.steps=5", "set train.steps=6 or more"),
     ],
@@ -136,183 +122,66 @@ def test_run_with_other_settings_is_refused_and_changes_no_file(refuse, word, me
     assert message in refuse(word)
 
 
-def test_run_with_another_text_is_refused_and_changes_no_file(refuse):
-    Path("text.txt").write_text(TEXT + "the end", encoding="utf-8")
-    assert "was trained with another text than text.txt has now" in refuse()
-
-
-def test_run_with_a_missing_row_of_metrics_is_refused_and_changes_no_file(refuse):
-    file = Path("runs/a/metrics.jsonl")
-    rows = file.read_bytes()
-    file.write_bytes(rows[: len(rows) // 2])
-    assert "metrics.jsonl has no row of step" in refuse()
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("text.txt", "was trained with another text than text.txt has now"),
+        ("runs/a/metrics.jsonl", "metrics.jsonl has no row of step"),
+        ("runs/a/checkpoints/last.pt", "runs/a/checkpoints/last.pt is damaged"),
+    ],
+)
+def test_run_with_a_cut_file_is_refused_and_changes_no_file(refuse, file, message):
+    content = Path(file).read_bytes()
+    Path(file).write_bytes(content[: len(content) // 2])
+    assert message in refuse()
 
 
 def test_run_that_has_lost_its_last_checkpoint_is_refused_and_changes_no_file(refuse):
     Path("runs/a/checkpoints/last.pt").unlink()
-    error = refuse()
-    assert "runs/a/checkpoints/last.pt is missing" in error
-    assert "set another name" in error
+    assert "runs/a/checkpoints/last.pt is missing" in refuse()
 
 
-def test_run_continues_from_a_copy_of_best_without_optimizer_state(trained, train, capsys):
-    shutil.copy("runs/a/checkpoints/best.pt", "runs/a/checkpoints/last.pt")
-    assert train("name=a", "train.steps=9") == 0
-    assert "has no optimizer state" in capsys.readouterr().out
+# Runs that fail
 
 
-# Runs that fail, and runs that return to an older checkpoint
-
-
-SETTINGS = ["optimizer=adamw", WARMUP, "checkpoint.every=2", "train.steps=12"]
+SETTINGS = ["optimizer=adamw", WARMUP, "checkpoint.every=2", "checkpoint.keep=2"]
 DIVERGING = ["optimizer.lr=1e9", "train.grad_clip=null", "optimizer.weight_decay=0"]
 
 
-@pytest.fixture(scope="module")
-def diverged_folder(tmp_path_factory) -> tuple[Path, list[str]]:
-    """A folder with a run "whole", and a run "a" that has diverged after step 7.
-
-    Also what two processes have printed: the diverging process, and the next one.
-    """
-    folder = tmp_path_factory.mktemp("diverged")
-    train_in(folder, "name=whole", *SETTINGS)
-    keep = [*SETTINGS, "name=a", "checkpoint.keep=2"]
-    train_in(folder, *keep, "train.steps=7")
-    printed = []
-    for words in ([*DIVERGING, "checkpoint.every=1"], []):
-        code, output = run_in(folder, *keep, *words)
+def test_diverged_run_fails_and_another_run_starts_from_its_older_checkpoint(workdir, train):
+    train_in(workdir, "name=a", "train.steps=7", *SETTINGS)
+    for words in (["checkpoint.every=1", *DIVERGING], []):  # the weights, then the loss
+        code, printed = run_in(workdir, "name=a", *SETTINGS, "train.steps=12", *words)
         assert code == 1
-        printed.append(output)
-    return folder, printed
+        assert "Lower optimizer.lr, then run the command again" in printed
+        assert summary("a")["status"] == "failed"
+        assert torch.isfinite(load("a")["model"]["wte.weight"]).all()
+    assert "start another run from an older checkpoint with train.init_from" in printed
+    checkpoint = "a/checkpoints/step-000006.pt"
+    tokenizer = ["tokenizer=run", f"tokenizer.run={checkpoint}"]
+    frozen = ["optimizer=adamw", "optimizer.lr=1e-12", "train.steps=1"]
+    assert train("name=b", f"train.init_from=run:{checkpoint}", *tokenizer, *frozen) == 0
+    older = load("a", "step-000006")["model"]
+    torch.testing.assert_close(load("b")["model"], older, atol=1e-5, rtol=0)
 
 
-@pytest.fixture
-def diverged(diverged_folder, workdir) -> list[str]:
-    """What the two processes have printed. The current folder has a copy."""
-    folder, printed = diverged_folder
-    copy_here(folder)
-    return printed
-
-
-def test_diverged_run_is_recorded_as_failed(diverged):
-    assert summary("a")["status"] == "failed"
-
-
-def test_diverged_run_does_not_save_weights_that_are_not_finite(diverged):
-    assert torch.isfinite(load("a")["model"]["wte.weight"]).all()
-
-
-def test_diverged_run_says_what_to_lower(diverged):
-    assert "Lower optimizer.lr, then run the command again" in diverged[0]
-
-
-def test_run_with_too_large_weights_says_what_to_copy(diverged):
-    """They are finite, but their loss is not."""
-    assert "copy an older checkpoint over last.pt" in diverged[1]
-
-
-def copy_over_last(checkpoint: str) -> None:
-    folder = Path("runs/a/checkpoints")
-    shutil.copy(folder / f"{checkpoint}.pt", folder / "last.pt")
-
-
-def test_run_that_returns_to_an_older_checkpoint_is_bit_identical(diverged, train):
-    copy_over_last("step-000006")
-    assert train("name=a", *SETTINGS) == 0
-    assert_same_run("whole", "a")
-
-
-@pytest.fixture(scope="module")
-def returned_folder(tmp_path_factory, folder_with_a_run) -> Path:
-    """A run with all checkpoints until step 9 that has returned to step 6, and ended at step 8.
-
-    Its losses after step 6 are higher.
-    """
-    folder = tmp_path_factory.mktemp("returned")
-    shutil.copytree(folder_with_a_run, folder, dirs_exist_ok=True)
-    settings = ["name=a", "checkpoint.every=1", "eval.attention_maps=true"]
-    train_in(folder, *settings, "train.steps=9", "checkpoint.keep=9")
-    with chdir(folder):
-        assert summary("a")["best_step"] == 9
-        copy_over_last("step-000006")
-    worse = ["optimizer.lr=9", "optimizer.weight_decay=0"]
-    train_in(folder, *settings, *worse, "train.steps=8", "checkpoint.keep=2")
-    return folder
-
-
-@pytest.fixture
-def returned(returned_folder, monkeypatch) -> None:
-    monkeypatch.chdir(returned_folder)
-
-
-def test_return_removes_checkpoints_of_later_steps(returned):
-    assert list_checkpoints("a") == {"best", "last", "step-000006", "step-000007"}
-
-
-def test_return_removes_attention_maps_of_later_steps(returned):
-    assert [path.stem for path in Path("runs/a/attention").iterdir()] == ["step-000008"]
-
-
-def test_return_removes_rows_of_later_steps(returned):
-    assert [row["step"] for row in metrics("a")] == list(range(9))
-
-
-def test_return_writes_the_best_checkpoint_again(returned):
-    best = load("a", "best")
-    assert best["step"] == summary("a")["best_step"] == 6
-    assert best["best_val_loss"] == summary("a")["best_val_loss"] == metrics("a")[6]["val/loss"]
-
-
-def test_return_to_the_step_at_which_the_run_ends_now_removes_later_steps(trained, train):
-    assert train("name=a", "train.steps=9", "checkpoint.keep=9") == 0
-    copy_over_last("step-000006")
-    assert train("name=a", "train.steps=6") == 0
-    assert metrics("a")[-1]["step"] == 6
-    assert summary("a")["step"] == 6
-    assert load("a", "best")["step"] == summary("a")["best_step"] == 6
-
-
-@pytest.fixture(scope="module", params=[0, 2], ids=["keep=0", "keep=2"])
-def full_disk(request, tmp_path_factory, folder_with_a_run) -> tuple[Path, str, str]:
-    """A folder with a run that could not save step 8, the file that failed, and the output."""
-    keep = request.param
-    folder = tmp_path_factory.mktemp("full")
-    shutil.copytree(folder_with_a_run, folder, dirs_exist_ok=True)
+@pytest.mark.parametrize(("keep", "file"), [(0, "last.pt"), (2, "step-000006.pt")])
+def test_full_disk_leaves_the_last_checkpoint_from_which_the_run_continues(
+    trained, workdir, train, keep, file
+):
     settings = ["name=a", "train.steps=9", "checkpoint.every=8", f"checkpoint.keep={keep}"]
     with file_size_limit(70_000):
-        code, printed = run_in(folder, *settings)
+        code, printed = run_in(workdir, *settings)
     assert code == 1
-    return folder, "step-000006.pt" if keep else "last.pt", printed
-
-
-def test_full_disk_is_reported_with_the_file(full_disk):
-    _, file, printed = full_disk
     assert f"runs/a/checkpoints/{file}: File too large; free some disk space" in printed
-
-
-def test_full_disk_is_recorded(full_disk):
-    folder, file, _ = full_disk
-    with chdir(folder):
-        assert summary("a")["status"] == "failed"
-        assert file in summary("a")["error"]
-
-
-def test_full_disk_leaves_the_last_checkpoint_and_no_partial_file(full_disk):
-    with chdir(full_disk[0]):
-        assert load("a")["step"] == 6
-        files = {path.name for path in Path("runs/a/checkpoints").iterdir()}
-    assert files == {"best.pt", "last.pt"}
-
-
-def test_run_continues_after_a_full_disk(full_disk, train):
-    copy_here(full_disk[0])
+    assert summary("a")["status"] == "failed"
+    assert load("a")["step"] == 6
+    assert {path.name for path in Path("runs/a/checkpoints").iterdir()} == {"best.pt", "last.pt"}
     assert train("name=a", "train.steps=9") == 0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_rows_and_files_are_on_the_disk_before_a_checkpoint_replaces_the_previous_one(
-    train, monkeypatch
-):
+def test_files_are_on_the_disk_in_an_order_from_which_every_kill_resumes(train, monkeypatch):
     names = []
     fsync = os.fsync
     replace = os.replace
@@ -330,9 +199,11 @@ def test_rows_and_files_are_on_the_disk_before_a_checkpoint_replaces_the_previou
     assert train("name=a", "train.steps=1", "eval.every=9") == 0
     (written,) = [i for i, name in enumerate(names) if name.startswith("last.pt.")]
     replaced = names.index("last.pt replaced")
-    order = [names.index("metrics.jsonl"), names.index("best.pt replaced"), written, replaced]
+    rows = names.index("metrics.jsonl", names.index("summary.json replaced"))
+    order = [rows, names.index("best.pt replaced"), written, replaced]
+    order.append(names.index("checkpoints", replaced))  # the folder, too
+    order.append(names.index("summary.json replaced", replaced))
     assert order == sorted(order), names
-    assert "checkpoints" in names[replaced:], "the folder, too"
 
 
 # Killed runs
@@ -345,6 +216,32 @@ LONG = [
     "optimizer=muon",
 ]
 ENDLESS = [*LONG, "train.steps=100000"]
+
+
+def crash(*args):
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("file", ["best", "last"])
+def test_run_that_was_killed_before_a_checkpoint_was_written_is_bit_identical(workdir, train, file):
+    """It leaves rows, attention maps and, if last.pt is missing, a best.pt of a later step."""
+    settings = ["train.steps=9", "eval.attention_maps=true", "checkpoint.keep=1"]
+    train_in(workdir, "name=whole", *settings)
+
+    def save_or_crash(path, content):
+        if path.stem == file and content["step"] == 6:
+            raise ZeroDivisionError
+        save_checkpoint(path, content)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr("training.checkpoint.save_checkpoint", save_or_crash)
+        train("name=a", *settings)
+    assert load("a", "best")["step"] == (3 if file == "best" else 6)
+    assert load("a")["step"] == 3
+    assert metrics("a")[-1]["step"] == 6
+    assert train("name=a", *settings) == 0
+    assert_same_run("whole", "a")
+    assert list_checkpoints("a") == list_checkpoints("whole")
 
 
 def spawn(*overrides: str) -> subprocess.Popen:
@@ -376,46 +273,23 @@ def test_killed_and_resumed_run_is_bit_identical(workdir):
     assert_same_run("whole", "killed")
 
 
-@dataclass
-class TracedRun:
-    """A process that has trained a run."""
-
-    temporary: Path  # its $TMPDIR
-    imported: set[str]  # modules
-    printed: str
-
-
-@pytest.fixture(scope="module", params=[False, True], ids=["new", "resumed"])
-def traced(request, tmp_path_factory) -> TracedRun:
-    folder = tmp_path_factory.mktemp("traced")
+@pytest.mark.slow
+def test_resumed_run_leaves_no_temporary_files_and_imports_no_compiler(workdir, tmp_path_factory):
+    """Importing the compiler or wandb takes seconds. Another process imports wandb."""
     temporary = tmp_path_factory.mktemp("temporary")
-    train_in(folder, "name=prepared", "train.steps=1")
-    if request.param:
-        train_in(folder, "name=a", "train.steps=3")
+    train_in(workdir, "name=a", "train.steps=3")
     command = [sys.executable, "-X", "importtime", ROOT / "train.py", *TINY]
     done = subprocess.run(
         [*command, "wandb.mode=offline", "name=a"],
-        cwd=folder,
         env=os.environ | {"TMPDIR": str(temporary)},
         text=True,
         capture_output=True,
     )
     assert done.returncode == 0, done.stderr
-    assert ("resumed from step 3" in done.stdout) == request.param
     imported = set(re.findall(r"\S+$", done.stderr, re.MULTILINE))
-    return TracedRun(temporary, imported, done.stdout)
-
-
-@pytest.mark.slow
-def test_run_leaves_no_temporary_files(traced):
-    assert not list(traced.temporary.iterdir())
-
-
-@pytest.mark.slow
-def test_run_imports_neither_the_compiler_nor_wandb(traced):
-    """Importing them takes seconds. Another process imports wandb."""
-    assert "torch" in traced.imported
-    assert not traced.imported & {"torch._dynamo", "sympy", "wandb"}
+    assert "torch" in imported
+    assert not imported & {"torch._dynamo", "sympy", "wandb"}
+    assert not list(temporary.iterdir())
 
 
 # Signals
@@ -433,38 +307,18 @@ def test_signal_during_imports_is_reported(workdir, signal_name):
     assert (done.returncode, done.stdout, done.stderr) == (75, "", "train.py: interrupted\n")
 
 
-@pytest.fixture(scope="module")
-def interrupted(tmp_path_factory) -> tuple[Path, int, str]:
-    """The folder, exit code and stderr of a process that got SIGTERM after some steps."""
-    folder = tmp_path_factory.mktemp("interrupted")
-    (folder / "text.txt").write_text(TEXT, encoding="utf-8")
-    with chdir(folder):
-        process = spawn("name=a", *ENDLESS)
-        wait_for_step("a", 10, process)
-        process.send_signal(signal.SIGTERM)
-        _, error = process.communicate(timeout=600)
-    return folder, process.returncode, error
-
-
-def test_interrupted_process_exits_with_75(interrupted):
-    _, code, error = interrupted
-    assert code == 75, error
-
-
-def test_interrupted_process_says_how_to_quit_and_how_to_resume(interrupted):
-    _, _, error = interrupted
+def test_interrupted_process_saves_its_last_step_and_says_how_to_resume(workdir):
+    process = spawn("name=a", *ENDLESS)
+    wait_for_step("a", 10, process)
+    process.send_signal(signal.SIGTERM)
+    _, error = process.communicate(timeout=600)
+    assert process.returncode == 75, error
     stopping, *_, saved = error.strip().splitlines()
+    step = load("a")["step"]
     assert "Press Ctrl-C again to quit without saving" in stopping
-    assert re.fullmatch(
-        r"train.py: saved at step \d+; resume with the same command and name=a", saved
-    )
-    assert "Traceback" not in error
-
-
-def test_interrupted_process_saves_its_last_step(interrupted):
-    with chdir(interrupted[0]):
-        assert summary("a")["status"] == "interrupted"
-        assert load("a")["step"] == metrics("a")[-1]["step"] == summary("a")["step"] > 0
+    assert saved == f"train.py: saved at step {step}; resume with the same command and name=a"
+    assert summary("a")["status"] == "interrupted"
+    assert step == metrics("a")[-1]["step"] == summary("a")["step"] > 0
 
 
 def test_run_whose_terminal_is_closed_saves_a_checkpoint(workdir):
@@ -530,126 +384,78 @@ def uninterrupted(tmp_path_factory) -> Path:
     return folder
 
 
-@dataclass
-class StoppedRun:
-    folder: Path  # also with the run "whole"
-    step: int  # of the evaluation that a signal has stopped
-    code: int
-    printed: str
-    wandb_codes: list[int]
-    calls_after: int  # in the evaluation, after the signal
-
-
 @pytest.fixture(scope="module", params=STOPPED)
-def stopped(request, uninterrupted, tmp_path_factory) -> StoppedRun:
-    """A run with an evaluation that a signal has stopped. Tests only read it."""
+def stopped(request, uninterrupted, tmp_path_factory) -> tuple[Path, int]:
+    """A folder with a run "a" whose evaluation a signal has stopped, and the run "whole".
+
+    Also the step of the evaluation.
+    """
     step, *call = STOPPED[request.param]
     folder = tmp_path_factory.mktemp("stopped")
     shutil.copytree(uninterrupted, folder, dirs_exist_ok=True)
-    codes = []
-
-    def record(logger, exit_code, **end):
-        codes.append(exit_code)
-
-    with signal_in_call(*call) as calls, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("training.wandb_logger.WandbLogger.finish", record)
+    with signal_in_call(*call) as calls:
         code, printed = run_in(folder, *EVERY_STEP)
-    return StoppedRun(folder, step, code, printed, codes, len(calls) - call[0])
+    assert code == 75
+    assert f"saved at step {step}; resume with" in printed
+    assert len(calls) == call[0], "the evaluation stops after its current forward pass"
+    return folder, step
 
 
-def test_run_whose_evaluation_is_stopped_saves_its_step(stopped):
-    assert stopped.code == 75
-    assert f"saved at step {stopped.step}; resume with" in stopped.printed
-    with chdir(stopped.folder):
-        assert summary("a")["status"] == "interrupted"
-        assert load("a")["step"] == stopped.step
-
-
-def test_signal_stops_an_evaluation_after_its_current_forward_pass(stopped):
-    assert stopped.calls_after == 0
-
-
-def test_wandb_gets_the_exit_code_of_an_interrupted_run(stopped):
-    assert stopped.wandb_codes == [75]
-
-
-def test_row_of_a_stopped_evaluation_is_not_written(stopped):
-    with chdir(stopped.folder):
-        assert metrics("a")[-1]["step"] == stopped.step - 1
+def test_stopped_evaluation_is_saved_without_its_row(stopped, monkeypatch):
+    folder, step = stopped
+    monkeypatch.chdir(folder)
+    assert summary("a")["status"] == "interrupted"
+    assert load("a")["step"] == step
+    assert metrics("a")[-1]["step"] == step - 1
 
 
 def test_stopped_evaluation_is_repeated_on_resume(stopped, workdir, train):
-    copy_here(stopped.folder)
+    copy_here(stopped[0])
     assert train(*EVERY_STEP) == 0
     assert_same_run("whole", "a")
-
-
-def test_resumed_run_that_has_only_an_evaluation_left_has_a_speed(stopped, workdir, train):
-    copy_here(stopped.folder)
-    assert train(*EVERY_STEP) == 0
     assert summary("a")["step_ms"] > 0
 
 
 def test_row_of_a_repeated_evaluation_is_not_written_twice_after_a_crash(stopped, workdir, train):
     """The process is killed after the row, and before the checkpoint."""
-
-    def crash(*args):
-        raise ZeroDivisionError
-
-    copy_here(stopped.folder)
+    folder, step = stopped
+    copy_here(folder)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
         patch.setattr("training.checkpoint.save_checkpoint", crash)
         train(*EVERY_STEP)
-    assert metrics("a")[-1]["step"] == stopped.step
+    assert metrics("a")[-1]["step"] == step
     assert train(*EVERY_STEP) == 0
     assert untimed(metrics("a")) == untimed(metrics("whole"))
 
 
-@pytest.fixture
-def interrupted_at_the_start(train) -> int:
-    """Exit code of a run that a signal stops in its evaluation before the first step."""
+def test_signal_before_the_first_step_ends_a_run_at_once_which_can_start_again(train):
     with signal_in_call(1, "model.gpt.GPT.forward", is_any):
         signal.signal(signal.SIGTERM, raise_interrupt)  # as in a process of train.py
-        return train("name=a")
-
-
-def test_signal_before_the_first_step_ends_the_run_at_once(interrupted_at_the_start):
-    assert interrupted_at_the_start == 75
+        assert train("name=a") == 75
     assert summary("a")["status"] == "interrupted"
     assert list_checkpoints("a") == set()
-
-
-def test_run_that_was_interrupted_before_its_first_step_can_start_again(
-    interrupted_at_the_start, train
-):
     assert train("name=a") == 0
 
 
-def train_for_closed_reader(train, step: int) -> int:
-    """Train with an output that is closed in the evaluation of a step, as in train.py | head."""
+@pytest.mark.parametrize(("step", "saved"), [(0, None), (3, 4)])
+def test_run_whose_output_is_no_longer_read_ends_as_after_a_signal(train, capfd, step, saved):
+    """As in train.py | head. The output is closed in the evaluation of a step."""
     reader, writer = os.pipe()
     evaluate = Evaluator.evaluate
 
-    def close_reader_and_evaluate(evaluator, state, metrics):
+    def close_reader_and_evaluate(evaluator, state):
         if state.step == step:
             os.close(reader)
-        return evaluate(evaluator, state, metrics)
+        return evaluate(evaluator, state)
 
     with pytest.MonkeyPatch.context() as patch, open(writer, "w", encoding="utf-8") as output:
         patch.setattr(Evaluator, "evaluate", close_reader_and_evaluate)
         signal.signal(signal.SIGTERM, raise_interrupt)  # as in a process of train.py
         with redirect_stdout(output):
-            return train("name=a")
-
-
-@pytest.mark.parametrize("step", [0, 3])
-def test_run_whose_output_is_no_longer_read_ends_as_after_a_signal(train, capfd, step):
-    assert train_for_closed_reader(train, step) == 75
+            assert train("name=a") == 75
     assert summary("a")["status"] == "interrupted"
-    assert "the output is no longer read" in capfd.readouterr().err
-
-
-def test_run_whose_output_is_no_longer_read_saves(train, capfd):
-    assert train_for_closed_reader(train, 3) == 75
-    assert "saved at step 4; resume with the same command and name=a" in capfd.readouterr().err
-    assert load("a")["step"] == metrics("a")[-1]["step"] == 4
+    error = capfd.readouterr().err
+    assert "the output is no longer read" in error
+    if saved is not None:
+        assert f"saved at step {saved}; resume with the same command and name=a" in error
+        assert load("a")["step"] == metrics("a")[-1]["step"] == saved

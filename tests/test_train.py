@@ -67,22 +67,6 @@ def test_config_yaml_has_the_complete_config(finished):
     assert yaml.safe_load(text) == config
 
 
-def test_loss_curve_is_a_picture(finished):
-    assert (finished / "runs/a/loss.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_metrics_have_a_row_for_each_step(rows):
-    assert [row["step"] for row in rows] == list(range(7))
-
-
-def test_first_last_and_every_third_row_has_an_evaluation(rows):
-    assert [row["step"] for row in rows if "val/loss" in row] == [0, 3, 6]
-
-
-def test_rows_count_the_training_tokens(rows):
-    assert [row["tokens"] for row in rows] == [64 * step for step in range(7)]
-
-
 OF_ALL_ROWS = {"step", "tokens", "seconds", "flops"}
 OF_STEPS = {"train/loss", "grad_norm", "lr", "step_ms", "tokens_per_second", "mfu"}
 OF_EVALUATIONS = {"val/loss", "val/bpb", "peak_memory_bytes"}
@@ -102,18 +86,15 @@ def test_row_has_the_documented_keys(rows, step, keys):
     assert set(rows[step]) == keys
 
 
-def test_rows_count_the_training_flops(rows, recorded):
-    for row in rows:
+def test_rows_count_tokens_and_flops_of_each_step(rows, recorded):
+    for step, row in enumerate(rows):
+        assert (row["step"], row["tokens"]) == (step, 64 * step)
         assert row["flops"] == row["tokens"] * recorded["flops_per_token"]
 
 
-def test_throughput_is_tokens_by_time(rows):
+def test_throughput_is_tokens_by_time_and_mfu_is_relative_to_the_peak(rows, recorded):
     for row in rows[1:]:
         assert row["tokens_per_second"] == pytest.approx(1000 * 64 / row["step_ms"])
-
-
-def test_mfu_is_relative_to_the_peak(rows, recorded):
-    for row in rows[1:]:
         flops_per_second = recorded["flops_per_token"] * row["tokens_per_second"]
         assert row["mfu"] == pytest.approx(flops_per_second / PEAK)
 
@@ -125,16 +106,11 @@ def test_summary_has_the_documented_keys(recorded):
     assert set(recorded) == {key for row in rows for key in re.findall("`(.*?)`", row)}
 
 
-def test_summary_records_the_end_of_the_run(recorded):
+def test_summary_has_status_kernel_and_best_loss_of_trained_weights(recorded, rows):
     assert (recorded["status"], recorded["step"], recorded["error"]) == ("finished", 6, None)
-
-
-def test_summary_records_the_attention_kernel(recorded):
     kernel = {"requested": "auto", "resolved": "flash", "flash_package": None}
     assert recorded["attention"] == kernel
-
-
-def test_summary_has_the_best_loss_of_trained_weights(recorded, rows):
+    assert recorded["tf32"] is False
     losses = {row["val/loss"]: row["step"] for row in rows[1:] if "val/loss" in row}
     assert recorded["best_val_loss"] == min(losses)
     assert recorded["best_step"] == losses[min(losses)]
@@ -143,14 +119,11 @@ def test_summary_has_the_best_loss_of_trained_weights(recorded, rows):
 # The training loop
 
 
-def test_equal_seeds_give_equal_runs(trained, train):
+def test_equal_seeds_give_equal_runs_and_another_seed_another_one(trained, train):
     assert train("name=b") == 0
     assert_same_run("a", "b")
-
-
-def test_another_seed_gives_another_run(trained, train):
-    assert train("name=b", "seed=2") == 0
-    assert metrics("a")[1]["train/loss"] != metrics("b")[1]["train/loss"]
+    assert train("name=c", "seed=2") == 0
+    assert metrics("a")[1]["train/loss"] != metrics("c")[1]["train/loss"]
 
 
 def assert_close_losses(a: str, b: str, key: str = "train/loss", tolerance: float = 1e-5) -> None:
@@ -183,24 +156,13 @@ def test_each_forward_pass_of_training_has_another_dropout_mask(train, monkeypat
     assert len(set(masks)) == len(masks)
 
 
-@pytest.fixture(scope="module")
-def clipped(tmp_path_factory) -> Path:
-    """A run whose gradients are much smaller than eps, so that AdamW hardly changes the weights."""
-    folder = tmp_path_factory.mktemp("clipped")
+def test_gradients_are_clipped_and_their_norm_before_clipping_is_logged(train):
+    """Much smaller gradients than eps: AdamW hardly changes the weights."""
     settings = ["optimizer=adamw", "optimizer.eps=1e-3", "schedule.warmup_steps=0"]
-    train_in(folder, "name=a", "train.grad_clip=1e-6", *settings)
-    return folder
-
-
-def test_gradients_are_clipped(clipped):
-    with chdir(clipped):
-        losses = val_losses("a")
+    assert train("name=a", "train.grad_clip=1e-6", *settings) == 0
+    losses = val_losses("a")
     assert losses[6] == pytest.approx(losses[0], abs=1e-3)
-
-
-def test_norm_of_the_gradients_before_clipping_is_logged(clipped):
-    with chdir(clipped):
-        assert metrics("a")[1]["grad_norm"] > 0.01
+    assert metrics("a")[1]["grad_norm"] > 0.01
 
 
 def test_learning_rate_of_each_step_is_logged(train):
@@ -218,14 +180,8 @@ def test_learning_rate_of_the_schedule_is_applied(train):
     torch.testing.assert_close(load("a")["model"], load("b")["model"])
 
 
-def test_tf32_is_off_by_default(finished, recorded):
-    assert recorded["tf32"] is False
-
-
-@pytest.fixture(scope="module")
-def limited(tmp_path_factory) -> Path:
-    """A run with a limit of 500 minutes. Each step takes 1,000 seconds."""
-    folder = tmp_path_factory.mktemp("limited")
+def test_time_limit_ends_a_run_after_a_decay_and_with_an_evaluation(train, monkeypatch):
+    """A limit of 500 minutes. Each step takes 1,000 seconds."""
     steps = []
     start_step = Speed.start_step
     perf_counter = time.perf_counter
@@ -234,31 +190,15 @@ def limited(tmp_path_factory) -> Path:
         steps.append(1)
         start_step(speed)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Speed, "start_step", count_step)
-        patch.setattr(time, "perf_counter", lambda: perf_counter() + 1000 * len(steps))
-        settings = ["train.steps=null", "train.minutes=500", "eval.every=1000000"]
-        train_in(folder, "name=a", *settings)
-    return folder
-
-
-@pytest.fixture
-def rows_of_limited(limited) -> list[dict]:
-    with chdir(limited):
-        return metrics("a")
-
-
-def test_time_limit_ends_a_run(rows_of_limited):
-    assert len(rows_of_limited) == 31
-    assert rows_of_limited[-1]["seconds"] >= 30_000
-
-
-def test_run_with_a_time_limit_ends_with_an_evaluation(rows_of_limited):
-    assert "val/loss" in rows_of_limited[-1]
-
-
-def test_learning_rate_decays_until_the_time_limit(rows_of_limited):
-    rates = [row["lr"] for row in rows_of_limited[10:]]  # after the warmup
+    monkeypatch.setattr(Speed, "start_step", count_step)
+    monkeypatch.setattr(time, "perf_counter", lambda: perf_counter() + 1000 * len(steps))
+    settings = ["train.steps=null", "train.minutes=500", "eval.every=1000000"]
+    assert train("name=a", *settings) == 0
+    rows = metrics("a")
+    assert len(rows) == 31
+    assert rows[-1]["seconds"] >= 30_000
+    assert "val/loss" in rows[-1]
+    rates = [row["lr"] for row in rows[10:]]  # after the warmup
     assert rates == sorted(rates, reverse=True)
     assert 0 <= rates[-1] < rates[0] / 10
 
@@ -323,44 +263,20 @@ def test_no_step_and_no_validation_window_waits_for_the_gpu(
     assert train("name=a", "model.window=8", "train.micro_batch_size=2", *settings) == 0
 
 
-def test_tiny_text_trains_with_the_default_tokenizer(train, workdir):
-    lines = [f"{a} {b}" for a in ("roses", "are", "red", "violets", "blue") for b in "abcdefgh"]
-    (workdir / "poem.txt").write_text("\n".join(lines), encoding="utf-8")
-    assert train("name=a", "data.path=poem.txt", "tokenizer=bpe", "model.block_size=8") == 0
-
-
 # Precision, kernels and compilation
 
 
-@pytest.fixture(scope="module")
-def precisions(tmp_path_factory) -> Path:
-    """The same run in float32 and in bfloat16."""
-    folder = tmp_path_factory.mktemp("precisions")
+def test_bfloat16_learns_as_much_as_float32(train):
     for dtype in ("float32", "bfloat16"):
         settings = ["train.steps=30", "eval.every=30", "eval.windows=null"]
-        train_in(folder, f"name={dtype}", f"dtype={dtype}", *settings)
-    return folder
-
-
-def test_first_steps_in_bfloat16_are_close_to_float32(precisions):
-    with chdir(precisions):
-        one, two = metrics("float32"), metrics("bfloat16")
-    for a, b in zip(one[1:4], two[1:4], strict=True):
+        assert train(f"name={dtype}", f"dtype={dtype}", *settings) == 0
+    for a, b in zip(metrics("float32")[1:4], metrics("bfloat16")[1:4], strict=True):
         assert a["train/loss"] == pytest.approx(b["train/loss"], abs=0.02)
-
-
-def test_bfloat16_learns_as_much_as_float32(precisions):
-    with chdir(precisions):
-        single, half = val_losses("float32"), val_losses("bfloat16")
+    single, half = val_losses("float32"), val_losses("bfloat16")
     assert single[30] < single[0] - 0.5
     assert half[30] == pytest.approx(single[30], abs=0.03)
-
-
-def test_weights_of_a_run_in_bfloat16_are_in_float32(precisions):
-    with chdir(precisions):
-        assert summary("bfloat16")["dtype"] == "bfloat16"
-        dtypes = {weight.dtype for weight in load("bfloat16")["model"].values()}
-    assert dtypes == {torch.float32}
+    assert summary("bfloat16")["dtype"] == "bfloat16"
+    assert {weight.dtype for weight in load("bfloat16")["model"].values()} == {torch.float32}
 
 
 SLOW_RUNS = {
@@ -370,61 +286,22 @@ SLOW_RUNS = {
 }
 
 
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory) -> tuple[Path, dict[str, str], dict[str, set[str]]]:
-    """A folder with the SLOW_RUNS, what each prints, and the operations that each runs."""
-    folder = tmp_path_factory.mktemp("kernels")
-    printed = {}
-    operations = {}
+@pytest.mark.compiles
+@pytest.mark.slow
+def test_recorded_kernel_ran_and_changes_neither_losses_nor_names(train):
+    """The compiler must not replace naive by flash."""
     for name, words in SLOW_RUNS.items():
         with torch.profiler.profile() as profiler:
-            settings = ["model.n_layer=1", "train.steps=3"]
-            printed[name] = train_in(folder, f"name={name}", *words, *settings)
-        operations[name] = {event.key for event in profiler.key_averages()}
-    return folder, printed, operations
-
-
-@pytest.mark.compiles
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["flash", "compiled"])
-def test_kernels_and_compilation_do_not_change_the_losses(kernels, name):
-    with chdir(kernels[0]):
-        assert_close_losses("naive", name)
-
-
-@pytest.mark.compiles
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "kernel"), [("naive", "naive"), ("flash", "flash"), ("compiled", "naive")]
-)
-def test_recorded_kernel_is_the_one_that_ran(kernels, name, kernel):
-    """The compiler must not replace naive by flash."""
-    folder, _, operations = kernels
-    with chdir(folder):
+            assert train(f"name={name}", *words, "model.n_layer=1", "train.steps=3") == 0
+        kernel = "flash" if name == "flash" else "naive"
         assert summary(name)["attention"]["resolved"] == kernel
-    ran_flash = any("_flash_attention_for_cpu" in key for key in operations[name])
-    assert ran_flash == (kernel == "flash")
-
-
-@pytest.mark.compiles
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SLOW_RUNS)
-def test_compiled_run_says_that_it_is_compiled(kernels, name):
-    assert ("compiled (can take a minute)" in kernels[1][name]) == (name == "compiled")
-
-
-@pytest.mark.compiles
-@pytest.mark.slow
-def test_kernel_is_part_of_the_key_of_the_compile_cache(kernels):
+        operations = {event.key for event in profiler.key_averages()}
+        ran_flash = any("_flash_attention_for_cpu" in key for key in operations)
+        assert ran_flash == (kernel == "flash")
+        assert_close_losses("naive", name)
+        assert set(load(name)["model"]) == set(load("naive")["model"])
     config = "AttentionConfig(backend='naive', kernels=None, flash_package=None)"
     assert torch.compiler.config.cache_key_tag == config
-
-
-@pytest.mark.compiles
-@pytest.mark.slow
-def test_checkpoints_of_compiled_runs_have_the_same_names(kernels):
-    with chdir(kernels[0]):
-        assert set(load("compiled")["model"]) == set(load("naive")["model"])
 
 
 # GPUs
@@ -472,18 +349,13 @@ def test_run_on_cuda_resumes(trained_on_cuda, backend, words):
 
 @pytest.mark.gpu
 @pytest.mark.compiles
-def test_run_on_cuda_is_compiled_and_in_bfloat16_by_default(trained_on_cuda):
+def test_run_on_cuda_is_compiled_and_in_bfloat16_by_default(trained_on_cuda, sample):
     trained_on_cuda("sdpa")
     recorded = summary("a")
     assert recorded["device"] == "cuda"
     assert recorded["compile"] is True
-    assert recorded["dtype"] == ("float32" if IS_OLD_GPU else "bfloat16")
-
-
-@pytest.mark.gpu
-def test_run_on_cuda_can_be_sampled(trained_on_cuda, sample):
-    trained_on_cuda("sdpa", "compile=false")
     assert sample("run=a", "device=cuda", "prompt=The 1", "max_new_tokens=5").startswith("The 1")
+    assert recorded["dtype"] == ("float32" if IS_OLD_GPU else "bfloat16")
 
 
 def test_epochs_end_a_run_when_each_window_has_been_read_so_often(workdir):

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from common.console import PYTHON, format_duration, format_si, pluralize, print_text
-from common.errors import EXIT_CODES
 from model import GPTConfig
 from training.config import RunConfig
 from training.presets import parse_preset
@@ -75,8 +74,6 @@ def _describe_length(config: RunConfig, summary: dict[str, Any], train_tokens: i
         length += f", {count} of {pluralize(summary['micro_batch_size'], 'sequence')}"
     if train.steps is not None and train.epochs is None:
         length += f", {format_epochs(train.steps * tokens_per_step / train_tokens)}"
-    if config.schedule.warmup_steps >= (train.steps or math.inf):
-        length += f", all of them warmup (schedule.warmup_steps={config.schedule.warmup_steps:,})"
     return length
 
 
@@ -96,26 +93,24 @@ def format_epochs(epochs: float) -> str:
 
 def describe_finished_run(run: RunFolder, state: TrainState) -> str:
     """A line for a run that an earlier process has finished."""
-    reached = [setting for setting, used in state.limits.items() if used >= 1]
+    reached = [setting for setting, used in state.used_limits.items() if used >= 1]
     advice = f"set a larger {' and '.join(reached)}, or another name"
     return f"{run.folder} is finished at step {state.step}; {advice}"
 
 
-def report(run: RunFolder) -> int:
-    """Print the last lines of a run that has ended. Returns the exit code."""
-    if run.is_main:
-        if run.summary["status"] == "interrupted":
-            print_text(f"train.py: {run.summary['error']}", stderr=True)
-        else:
-            print_text(format_summary(run.summary, run.folder))
-    return EXIT_CODES[run.summary["status"]]
+def print_report(run: RunFolder) -> None:
+    """Print the last lines of a run that has ended."""
+    if not run.is_main:
+        return
+    if run.summary["status"] == "interrupted":
+        print_text(f"train.py: {run.summary['error']}", stderr=True)
+    else:
+        print_text(format_summary(run.summary, run.folder))
 
 
 def format_summary(summary: dict[str, Any], folder: Path) -> str:
     """Losses and speed of a finished run, and the command that generates a sample."""
     step = summary["step"]
-    if summary["best_step"] is None:  # an older checkpoint was copied over last.pt
-        return f"finished at step {step:,}, without an evaluation since the older checkpoint"
     last = ""
     if summary["best_step"] != step:
         last = f"last {summary['last_val_loss']:.4f}; "

@@ -9,7 +9,9 @@ identity: settings that must not change when the run resumes
 config: the complete run config, for readers and error messages; nothing is built from it
 """
 
+import json
 import math
+import os
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,15 +22,12 @@ from torch import nn
 from common.checkpoint_file import load_checkpoint, save_checkpoint
 from common.errors import TrainingFailed, UserError
 from common.files import atomic_writer
-from common.settings import flatten_dict, format_value
+from common.settings import describe_changes, flatten_dict, format_value
 from model.config import GPTConfig
 from training.config import CheckpointConfig, RunConfig
 from training.run_folder import RunFolder
 from training.runtime import Dist
 from training.train_state import TrainState
-
-# Settings that do not change the hash of the data, so they do not explain another hash
-NOT_HASHED = {"data.document_mask", "data.text_bytes", "data.stream"}
 
 
 def make_checkpoint_header(config: RunConfig, meta: dict) -> dict[str, Any]:
@@ -80,19 +79,18 @@ def load_last_checkpoint(run: RunFolder, state: TrainState, header: dict, dist: 
 def check_identity(folder: Path, saved: dict, header: dict) -> None:
     """Raise UserError if a checkpoint is of a run with another identity. Lists the differences."""
     model = GPTConfig.from_saved(saved["model_config"])  # has keys that are newer than the run
-    changes = _describe_changes(_model_identity(model) | saved["identity"], header["identity"])
+    old = _model_identity(model) | saved["identity"]
+    changes = describe_changes(old, header["identity"])
     if not changes:
         return
-    if "data" in changes:
-        del changes["data"]  # a hash of the text and of the settings that read it: name these
-        old_settings = _data_settings(saved["config"])
-        new_settings = _data_settings(header["config"])
-        settings = _describe_changes(old_settings, new_settings)
-        changes |= settings
-        if not settings.keys() - NOT_HASHED:  # so the text itself has changed
-            data = header["config"]["data"]
-            source = format_value(data["path"] or data["name"])
-            changes["text"] = f"another text than {source} has now"
+    if "data" in changes:  # a hash of the text and of the settings that read it: name these
+        del changes["data"]
+        settings = describe_changes(
+            _data_settings(saved["config"]), _data_settings(header["config"])
+        )
+        data = header["config"]["data"]
+        source = format_value(data["path"] or data["name"])
+        changes |= settings or {"text": f"another text than {source} has now"}
     raise UserError(
         f"{folder} was trained with {', '.join(changes.values())}; restore the old values, or set "
         "another name"
@@ -105,19 +103,69 @@ def _model_identity(config: GPTConfig) -> dict[str, Any]:
     return {f"model.{key}": value for key, value in vars(config).items() if key not in others}
 
 
-def _describe_changes(old: dict, new: dict) -> dict[str, str]:
-    """Describe the keys that both have and whose values differ: {key: "key=old (now new)"}."""
-    changes = {}
-    for key, value in new.items():
-        if key in old and old[key] != value:
-            changes[key] = f"{key}={format_value(old[key])} (now {format_value(value)})"
-    return changes
-
-
 def _data_settings(config: dict) -> dict:
     """The settings of data and tokenizer: {"data.path": value}. data.mix is a list of names."""
     sections = flatten_dict({"data": config["data"], "tokenizer": config["tokenizer"]})
     return sections | {"data.mix": list(config["data"]["mix"])}
+
+
+def remove_later_steps(run: RunFolder, state: TrainState) -> None:
+    """Remove what a killed process has written after the step of `state`.
+
+    These are rows of metrics.jsonl, checkpoints and attention maps. A best.pt of a later step
+    stays, because the run reaches this step again.
+    Raises UserError if a row up to this step is missing.
+    """
+    if not run.is_main:
+        return
+    _remove_later_rows(run.folder / "metrics.jsonl", state.last_logged_step)
+    for pattern in ("checkpoints/step-*.pt", "attention/**/step-*.png"):
+        for step, path in find_step_files(run.folder, pattern):
+            if step > state.step:
+                path.unlink()
+
+
+def _remove_later_rows(path: Path, step: int) -> None:
+    """Remove the rows after `step` from metrics.jsonl.
+
+    The first row is of step 0, or of step 1 without an initial evaluation. A process that was
+    killed can leave an incomplete last line.
+    """
+    content = path.read_bytes() if path.exists() else b""
+    last = -1  # step of the last row that stays
+    size = 0  # bytes of the rows that stay
+    for line in content.splitlines(keepends=True):
+        found = _read_step(line)
+        is_next = found == last + 1 or (last == -1 and found == 1)
+        if not is_next or found > step:
+            break
+        last = found
+        size += len(line)
+    if step > 0 and last != step:
+        raise UserError(f"{path} has no row of step {last + 1}; restore it, or set another name")
+    path.touch()
+    os.truncate(path, size)
+
+
+def _read_step(line: bytes) -> Any:
+    """The step of a line of metrics.jsonl. None for an incomplete or damaged line."""
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+def find_step_files(folder: Path, pattern: str) -> list[tuple[int, Path]]:
+    """Find files that are named after a step, and sort them by it. Others are ignored.
+
+    pattern: such as checkpoints/step-*.pt.
+    """
+    files = []
+    for path in folder.glob(pattern):
+        number = path.stem.removeprefix("step-")
+        if number.isdecimal():
+            files.append((int(number), path))
+    return sorted(files)
 
 
 @dataclass
@@ -132,16 +180,16 @@ class CheckpointWriter:
     def __post_init__(self) -> None:
         self.last_step = self.state.step  # of last.pt; the state is loaded from it
 
+    @property
     def is_due(self) -> bool:
         """Whether to save after the current step."""
         is_regular = self.state.step % self.config.every == 0
         return is_regular or self.state.is_best or self.state.is_done
 
-    def save(self, results: dict) -> None:
+    def save(self) -> None:
         """Write best.pt after the best evaluation. Then write last.pt, except at step 0.
 
         config.keep earlier versions of last.pt stay, as step-NNNNNN.pt.
-        results: for summary.json, which is written last.
         Raises TrainingFailed if a weight is not finite.
         """
         run = self.run
@@ -157,74 +205,19 @@ class CheckpointWriter:
                 "the command again: it resumes from the last checkpoint"
             )
         if state.is_best:
-            self._save_best(content)
+            save_checkpoint(run.best, content | {"optimizer": None})  # about a third of the size
         if state.step > 0:
             # If a resumed run has repeated an evaluation, last.pt is of this step already.
-            if self.config.keep > 0 and self.last_step != state.step:
+            if self.config.keep > 0 and 0 < self.last_step < state.step:
                 self._keep_last()
             save_checkpoint(run.last, content)
             self.last_step = state.step
-        run.update(results)
-
-    def _save_best(self, content: dict) -> None:
-        save_checkpoint(self.run.best, content | {"optimizer": None})  # about a third of the size
 
     def _keep_last(self) -> None:
         """Copy last.pt to step-NNNNNN.pt, and remove the oldest copies."""
-        if not self.run.last.exists():
-            return
         copy = self.run.last.with_name(f"step-{self.last_step:06d}.pt")
         with open(self.run.last, "rb") as last, atomic_writer(copy) as file:
             shutil.copyfileobj(last, file)  # some disks have no hard links
         copies = find_step_files(self.run.folder, "checkpoints/step-*.pt")
-        for step in sorted(copies)[: -self.config.keep]:
-            copies[step].unlink()
-
-    def remove_later_steps(self) -> None:
-        """Remove what later steps have left, if an older checkpoint was copied over last.pt.
-
-        best.pt is written again if the state is its best evaluation. Otherwise the best weights are
-        lost, and the best evaluation is forgotten.
-
-        A killed process can leave a best.pt that is newer than last.pt. This best.pt stays, because
-        the run will reach its step again. summary.json, which is written after both, has the best
-        evaluation of last.pt.
-
-        All processes call this before RunFolder.start, which writes the new best_step into
-        summary.json: a process that is killed in between must find the old one.
-        """
-        run = self.run
-        state = self.state
-        if run.is_main:
-            for pattern in (
-                "checkpoints/step-*.pt",
-                "attention/step-*.png",
-                "attention/heads/step-*.png",
-            ):
-                for step, path in find_step_files(run.folder, pattern).items():
-                    if step > state.step:
-                        path.unlink()
-        best_step = run.previous.get("best_step", state.best_step)  # of best.pt
-        if best_step == state.best_step:
-            return
-        if state.is_best:
-            content = self.header | state.state_dict()  # all processes must call it
-            if run.is_main:
-                self._save_best(content)
-        else:
-            if run.is_main:
-                run.best.unlink(missing_ok=True)
-            state.forget_best_evaluation()
-
-
-def find_step_files(folder: Path, pattern: str) -> dict[int, Path]:
-    """Find files that are named after a step: {step: path}. Files with other names are ignored.
-
-    pattern: such as checkpoints/step-*.pt.
-    """
-    files = {}
-    for path in folder.glob(pattern):
-        number = path.stem.removeprefix("step-")
-        if number.isdecimal():
-            files[int(number)] = path
-    return files
+        for _, path in copies[: -self.config.keep]:
+            path.unlink()

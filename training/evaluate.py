@@ -13,7 +13,7 @@ from common.machine import peak_memory_bytes
 from common.process import StopRequest
 from common.settings import unescape
 from data.loader import Loader
-from data.tokenizer import Tokenizer, token_bytes
+from data.tokenizer import token_bytes
 from generation.attention_maps import attention_maps, attention_statistics, name_statistics
 from generation.attention_plots import plot_attention, plot_head_statistics
 from generation.engine import Prompt, generate
@@ -32,25 +32,21 @@ class Evaluator:
     """Evaluates a model while it trains."""
 
     config: EvalConfig
-    seed: int  # of the samples, with the step added
     runtime: Runtime
-    model: GPT
-    wrapped_model: nn.Module  # the model as the loop calls it
     loader: Loader
-    tokenizer: Tokenizer
     run: RunFolder
     stop: StopRequest  # a signal ends an evaluation after its current forward pass
+    model: GPT
+    wrapped_model: nn.Module  # the model as the loop calls it
 
-    def evaluate(self, state: TrainState, step_metrics: dict[str, Any]) -> dict[str, Any] | None:
+    def evaluate(self, state: TrainState) -> dict[str, Any]:
         """Evaluate the model, and record the loss in `state`. All processes call this method.
 
-        step_metrics: the other metrics of this step.
-        Returns all metrics of the step, or None if a signal stops the evaluation. The checkpoint
-        then has step_metrics, and the evaluation is repeated when the run resumes.
+        Returns the metrics. If a signal stops the evaluation, there are none, and state.stopped is
+        true in all processes.
         """
-        state.unlogged = step_metrics
         if state.stopped:
-            return None
+            return {}
         dist = self.runtime.dist
         model, wrapped_model = self.runtime.parallel.unshard(self.model, self.wrapped_model)
         metrics: dict[str, Any] = self.compute_validation_loss(wrapped_model)
@@ -63,13 +59,12 @@ class Evaluator:
         (signals,) = dist.all_reduce(self.stop.requested)
         if signals > 0:
             state.stopped = True
-            return None
-        state.unlogged = {}
+            return {}
         starts_from_weights = state.config.init_from is not None
         if state.step > 0 or starts_from_weights:  # random weights are never the best
             state.record_evaluation(metrics["val/loss"], metrics["val/bpb"])
         metrics["peak_memory_bytes"] = peak_memory_bytes(self.runtime.device)
-        return step_metrics | metrics
+        return metrics
 
     @torch.no_grad()
     def compute_validation_loss(self, model: nn.Module) -> dict[str, float]:
@@ -83,7 +78,7 @@ class Evaluator:
         B = self.runtime.micro_batch_size
         windows = min(self.config.windows or loader.val_windows, loader.val_windows)
         stride = loader.val_windows / windows
-        bytes_of_token = torch.from_numpy(token_bytes(self.tokenizer)).to(loader.device)
+        bytes_of_token = torch.from_numpy(token_bytes(loader.tokenizer)).to(loader.device)
         losses: list[Tensor] = []  # in nats, summed over the tokens of a batch
         counts = torch.zeros(2, dtype=torch.int64, device=loader.device)  # of tokens and bytes
         model.eval()
@@ -112,12 +107,13 @@ class Evaluator:
 
     def generate_sample(self, model: GPT, step: int) -> dict[str, Any]:
         """Generate a sample without a prompt, and measure the speed. A signal ends it."""
-        prompt = Prompt([self.tokenizer.start_token], self.seed + step)
+        tokenizer = self.loader.tokenizer
+        prompt = Prompt([tokenizer.start_token], self.loader.seed + step)
         sampling = replace(self.config.sample, stop=unescape(self.config.sample.stop))
         text = ""
         n_tokens = 0
         start = time.perf_counter()
-        for chunk in generate(model, self.tokenizer, [prompt], sampling, batch_size=1):
+        for chunk in generate(model, tokenizer, [prompt], sampling, batch_size=1):
             if self.stop.requested:
                 break
             text += chunk.text

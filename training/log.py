@@ -14,35 +14,21 @@ from typing import Any, Self
 import torch
 
 from common.console import ProgressBar
-from common.errors import EXIT_CODES, TrainingFailed, UserError, status_of
+from common.errors import EXIT_CODES, TrainingFailed, status_of
 from common.machine import reset_peak_memory
 from training.config import OVERFITTING_EVALS, RunConfig
-from training.run_folder import RunFolder
+from training.run_folder import RunFolder, summary_key
 from training.runtime import Runtime
 from training.speed import Speed, StepProfiler, peak_flops
 from training.train_state import TrainState
 from training.wandb_logger import WandbLogger, make_training_run, make_training_summary
-
-# names in summary.json, and the metrics whose newest values they have
-SUMMARY_METRICS = {
-    "last_val_loss": "val/loss",
-    "last_val_bpb": "val/bpb",
-    "last_train_loss": "train/loss",
-    "peak_memory_bytes": "peak_memory_bytes",
-    "score_variance": "attention/score_variance",
-    "attention_entropy": "attention/entropy",
-    "attention_distance": "attention/mean_distance",
-    "step_ms": "step_ms",
-    "tokens_per_second": "tokens_per_second",
-    "mfu": "mfu",
-}
 
 
 class RunLogger(AbstractContextManager):
     """Context manager around the training loop. Only rank 0 prints and writes.
 
     For each step, the loop calls start_step, end_step and log_step, with phases in between.
-    facts: of describe_run. Raises UserError if metrics.jsonl lacks a row.
+    facts: what describe_run returns.
     """
 
     def __init__(
@@ -61,11 +47,11 @@ class RunLogger(AbstractContextManager):
         self.flops_per_step = self.tokens_per_step * facts["flops_per_token"]
         peak = peak_flops(runtime.device, runtime.dtype) * runtime.dist.world_size
         self.speed = Speed(runtime.device, self.tokens_per_step, self.flops_per_step, peak)
-        self.read_timing: Callable[[], dict] = dict  # there is no timing before the first step
+        self.read_timing: Callable[[], dict] | None = None  # of the last step
         self.wandb = None
         self.metrics = None
         if run.is_main:
-            self.metrics = MetricsLogger(run.folder / "metrics.jsonl", state.last_logged_step)
+            self.metrics = MetricsLogger(run.folder / "metrics.jsonl")
         self.bar = ProgressBar(1.0, initial=state.progress)
         self.profiler = None
         if config.train.profile and run.is_main:
@@ -115,28 +101,26 @@ class RunLogger(AbstractContextManager):
         if self.profiler:
             self.profiler.step()
 
-    def log_step(self, metrics: dict[str, Any] | None) -> None:
+    def log_step(self, metrics: dict[str, Any]) -> None:
         """Print and log the metrics of a step, and of its evaluation if it has one.
 
-        metrics: None if a signal has stopped the evaluation. Nothing is logged.
         Raises TrainingFailed if a loss is not finite.
         """
-        if self.metrics is None or metrics is None:
+        if self.metrics is None:
             return
         state = self.state
         if "val/loss" in metrics:
             self._print_evaluation(metrics)
-        tokens = state.step * self.tokens_per_step
         counters = {
             "step": state.step,
-            "tokens": tokens,
+            "tokens": state.step * self.tokens_per_step,
             "seconds": state.seconds,
             "flops": state.step * self.flops_per_step,
         }
         self.metrics.log(counters | metrics, self.read_timing)
         if state.progress >= 1:
             self.metrics.flush()
-        self._show_progress(self.metrics.last)
+        self._show_progress(self.metrics.newest)
 
     def _show_progress(self, newest: dict[str, Any]) -> None:
         """Update the progress bar, or print a line if the output is not a terminal."""
@@ -162,32 +146,36 @@ class RunLogger(AbstractContextManager):
             self.bar.print_text(lines, "  | ", style="dim")
         # without a best step, no validation loss was finite
         if state.evals_since_best == OVERFITTING_EVALS and state.best_step is not None:
-            problem = f"the validation loss has not fallen since step {state.best_step}"
-            decay = [key for key in vars(self.config.optimizer) if key.endswith("weight_decay")]
-            larger = " and ".join(f"optimizer.{key}" for key in decay)
-            epochs = state.best_step / state.steps_per_epoch
-            advice = f"start another run with train.epochs={epochs:.3g}, or a larger {larger}"
-            self.bar.print_text(f"overfitting: {problem}; {advice}", style="bold yellow")
+            advice = "start another run with a lower optimizer.lr"
+            if state.best_step > 0:
+                epochs = state.best_step / state.steps_per_epoch
+                advice = f"start another run with train.epochs={epochs:.3g}, or more weight decay"
+            self.bar.print_text(
+                f"overfitting: the validation loss has not fallen since step {state.best_step}; "
+                f"{advice}",
+                style="bold yellow",
+            )
         if state.evals_since_best == patience:
             reason = f"train.patience={patience} evaluations without a lower loss"
             self.bar.print_text(f"stopping: {reason}")
 
-    def flush(self) -> dict[str, Any]:
-        """Write all metrics to the disk. Returns the results for summary.json.
+    def flush(self) -> None:
+        """Wait until all metrics are on the disk. Call this before a checkpoint is saved.
 
-        Call this before a checkpoint is saved. Raises TrainingFailed if a loss is not finite.
+        Raises TrainingFailed if a loss is not finite.
         """
-        if self.metrics is None:
-            return {}
-        self.metrics.flush(sync=True)
-        return self.results()
+        if self.metrics is not None:
+            self.metrics.flush(sync=True)
 
     def results(self) -> dict[str, Any]:
-        """Losses, speed and memory, under their names in summary.json."""
-        newest = self.metrics.last if self.metrics else {}
-        metrics = {name: newest.get(metric) for name, metric in SUMMARY_METRICS.items()}
+        """The newest metrics, the best evaluation and the speed, as in summary.json."""
+        results = {}
+        if self.metrics is not None:
+            for name, value in self.metrics.newest.items():
+                if not isinstance(value, str):  # samples, and the names of pictures
+                    results[summary_key(name)] = value
         peak = {"peak_flops": self.speed.peak}
-        return self.state.summary() | metrics | peak | self.speed.median()
+        return results | self.state.summary() | peak | self.speed.median()
 
 
 FLUSH_INTERVAL_S = 1.0
@@ -196,18 +184,16 @@ FLUSH_INTERVAL_S = 1.0
 class MetricsLogger:
     """Writes rows to metrics.jsonl, several at a time. Rank 0 has one.
 
-    step: rows after it, of a process that was killed, are removed.
-    last: newest value of each metric, also from before a resume.
-    Raises UserError if a row up to `step` is missing.
+    newest: newest value of each metric, also from before a resume.
     """
 
-    def __init__(self, path: Path, step: int):
+    def __init__(self, path: Path):
         self.path = path
-        self.last = remove_later_rows(path, step)
-        self.rows: list[tuple[dict, Callable[[], dict]]] = []
+        self.newest = read_newest_metrics(path)
+        self.rows: list[tuple[dict, Callable[[], dict] | None]] = []
         self.flushed = time.perf_counter()
 
-    def log(self, row: dict, read_timing: Callable[[], dict] = dict) -> None:
+    def log(self, row: dict, read_timing: Callable[[], dict] | None = None) -> None:
         """Collect a row.
 
         read_timing: returns more columns. It waits for the device, so it is called when the row is
@@ -224,7 +210,9 @@ class MetricsLogger:
         """
         rows = []
         for row, read_timing in self.rows:
-            rows.append(_to_numbers(row | read_timing()))
+            if read_timing is not None:
+                row |= read_timing()
+            rows.append(_to_numbers(row))
         self.rows = []
         self.flushed = time.perf_counter()
         with open(self.path, "a", encoding="utf-8") as file:
@@ -234,14 +222,23 @@ class MetricsLogger:
             if sync:
                 os.fsync(file.fileno())
         for row in rows:
-            self.last |= row
+            self.newest |= row
             for key in ("val/loss", "train/loss"):
                 if key in row and row[key] is None:
                     raise TrainingFailed(
                         f"{key} is not a finite number at step {row['step']}. Lower optimizer.lr, "
                         "then run the command again: it resumes from the last checkpoint. If that "
-                        "fails, copy an older checkpoint over last.pt"
+                        "fails, start another run from an older checkpoint with train.init_from"
                     )
+
+
+def read_newest_metrics(path: Path) -> dict[str, Any]:
+    """Read the newest value of each metric from metrics.jsonl, which may not exist."""
+    newest = {}
+    if path.exists():
+        for line in path.read_bytes().splitlines():
+            newest |= json.loads(line)
+    return newest
 
 
 def _to_numbers(row: dict[str, Any]) -> dict[str, Any]:
@@ -254,37 +251,3 @@ def _to_numbers(row: dict[str, Any]) -> dict[str, Any]:
             value = None
         numbers[key] = value
     return numbers
-
-
-def remove_later_rows(path: Path, step: int) -> dict[str, Any]:
-    """Remove the rows after `step` from metrics.jsonl. Returns the newest value of each metric.
-
-    The first row is of step 0, or of step 1 without an initial evaluation. A process that was
-    killed can leave an incomplete last line. Raises UserError if a row up to `step` is missing.
-    """
-    content = path.read_bytes() if path.exists() else b""
-    newest: dict[str, Any] = {"step": -1}
-    size = 0  # bytes of the rows that stay
-    for line in content.splitlines(keepends=True):
-        row = _parse_row(line)
-        expected = (0, 1) if size == 0 else (newest["step"] + 1,)
-        if row.get("step") not in expected or row["step"] > step:
-            break
-        newest |= row
-        size += len(line)
-    if step > 0 and newest["step"] != step:
-        raise UserError(
-            f"{path} has no row of step {newest['step'] + 1}; restore it, or set another name"
-        )
-    path.touch()
-    os.truncate(path, size)
-    return newest
-
-
-def _parse_row(line: bytes) -> dict[str, Any]:
-    """Parse a line of metrics.jsonl. Returns {} for an incomplete or damaged line."""
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return {}
-    return row if isinstance(row, dict) else {}

@@ -20,12 +20,18 @@ from common.run_paths import RUNS, make_new_folder
 if TYPE_CHECKING:  # these import torch, which sweeps do not need
     from training.config import RunConfig
     from training.runtime import Dist
+    from training.train_state import TrainState
 
 
 def write_config(folder: Path, config: dict) -> None:
     """Write config.yaml into a folder."""
     text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
     atomic_write(folder / "config.yaml", text)
+
+
+def summary_key(name: str) -> str:
+    """The name in summary.json of a metric's newest value: val/loss -> last_val_loss, lr -> lr."""
+    return f"last_{name.replace('/', '_')}" if "/" in name else name
 
 
 def open_run_folder(config: "RunConfig", dist: "Dist") -> "RunFolder":
@@ -91,13 +97,13 @@ class RunFolder(AbstractContextManager):
             file.unlink()  # of a killed process
         return read_json(self.folder / "summary.json")
 
-    def was_finished_at(self, step: int) -> bool:
-        """Whether an earlier process has finished the run at this step."""
-        return self.previous.get("status") == "finished" and self.previous.get("step") == step
+    def is_finished(self, state: "TrainState") -> bool:
+        """Whether an earlier process has finished the run, and no limit was raised since."""
+        return self.previous.get("status") == "finished" and state.progress >= 1
 
     def start(self, config: dict, summary: dict) -> None:
-        """Write config.yaml and summary.json. Other results of an earlier process stay in it."""
-        self.summary = self.previous | {"name": self.name, "status": "running", "error": None}
+        """Write config.yaml and summary.json."""
+        self.summary = {"name": self.name, "status": "running", "error": None}
         self.summary["wandb_id"] = make_wandb_id(self.previous, self.name)
         if self.is_main:
             write_config(self.folder, config)
@@ -111,12 +117,15 @@ class RunFolder(AbstractContextManager):
         if self.is_main:
             write_json(self.folder / "summary.json", self.summary)
 
-    def end(self, step: int, is_interrupted: bool) -> None:
-        """Record how the training loop ended: all steps are done, or a signal has stopped it."""
-        self.update({"status": "finished"})
-        if is_interrupted:
-            reason = f"saved at step {step}; resume with the same command and name={self.name}"
-            self.update({"status": "interrupted", "error": reason})
+    def end(self, state: "TrainState") -> None:
+        """Record how the training loop ended: no step is left, or a signal has stopped it."""
+        end = {"status": "finished"}
+        if state.stopped:
+            reason = (
+                f"saved at step {state.step}; resume with the same command and name={self.name}"
+            )
+            end = {"status": "interrupted", "error": reason}
+        self.update(end)
 
     def __exit__(self, error_type: Any, error: BaseException | None, traceback: Any) -> None:
         if self.summary is not None and error is not None:

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from common.console import print_text
 from training.config import OVERFITTING_EVALS, TrainConfig
 from training.optimizer import load_state_by_name, state_by_name
 from training.parallel import gather, load_weights
@@ -42,13 +41,14 @@ class TrainState:
     best_step: int | None = None  # None: not evaluated yet
     evals_since_best: int = 0  # evaluations since best_step
     stopped: bool = False  # a process got a signal, and all processes know
-    # the other metrics of this step, if a signal has stopped its evaluation: its row is not logged
+    # metrics of a step whose evaluation a signal has stopped: they are logged with the evaluation,
+    # which the resumed run repeats
     unlogged: dict = field(default_factory=dict)
     started: float = 0.0  # value of time.perf_counter() at which `seconds` would be 0
 
     @property
-    def limits(self) -> dict[str, float]:
-        """The settings that end the run, and how much of each is used. At 1, the run ends."""
+    def used_limits(self) -> dict[str, float]:
+        """The used fraction of each limit, by its setting. At 1, the run ends."""
         steps = self.config.steps or math.inf
         epochs = self.config.epochs or math.inf
         minutes = self.config.minutes or math.inf
@@ -63,7 +63,7 @@ class TrainState:
     @property
     def progress(self) -> float:
         """The finished part of the run, 0 to 1, by the limit that ends it first."""
-        return min(1.0, max(self.limits.values()))
+        return min(1.0, max(self.used_limits.values()))
 
     @property
     def is_done(self) -> bool:
@@ -107,13 +107,6 @@ class TrainState:
             self.best_step = self.step
             self.evals_since_best = 0
 
-    def forget_best_evaluation(self) -> None:
-        """Continue as if no evaluation had been made. Its weights are lost."""
-        self.best_val_loss = math.inf
-        self.best_val_bpb = math.inf
-        self.best_step = None
-        self.evals_since_best = 0
-
     def summary(self) -> dict[str, Any]:
         """Step, best evaluation and training time, under their names in summary.json."""
         return {
@@ -140,14 +133,10 @@ class TrainState:
         return fields | {"scaler": scaler, "model": model, "optimizer": optimizer}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Load what state_dict returned. A copy of best.pt has no optimizer state."""
+        """Load what state_dict returned."""
         load_weights(self.model, saved["model"])
-        if saved["optimizer"] is None:
-            problem = "the checkpoint is a copy of best.pt, which has no optimizer state"
-            print_text(f"{problem}: the optimizer starts again")
-        load_state_by_name(self.model, self.optimizers, saved["optimizer"] or {})
+        load_state_by_name(self.model, self.optimizers, saved["optimizer"])
         if saved["scaler"]:  # empty unless the run was in float16
             self.scaler.load_state_dict(saved["scaler"])
         for key in SAVED_FIELDS:
-            if key in saved:  # earlier versions had fewer fields
-                setattr(self, key, saved[key])
+            setattr(self, key, saved[key])

@@ -9,8 +9,9 @@ from comparison_helpers import LR, compare_rows, write_run
 
 from results import plots
 from results.compare import compare, print_comparison
-from results.metrics import MEAN, METRICS, STEP_MEDIAN, Metric, summary_key
+from results.metrics import MEAN, METRICS, STEP_MEDIAN, Metric
 from results.read import read_variants
+from training.run_folder import summary_key
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import load, metrics, read_jsonl, run_command, summary
-from run_helpers import assert_same_run, train_in
+from run_helpers import train_in
 
 from data.loader import Loader
 from data.prepare import PreparedData, read_meta
@@ -142,26 +142,6 @@ def test_micro_batches_do_not_change_the_gradients(split, size, key):
         assert a[key] == pytest.approx(b[key], rel=1e-4, abs=1e-5)
 
 
-def test_resumed_run_is_bit_identical(rows, train):
-    settings = [*PAIRS, "schedule.warmup_steps=100", "data.document_mask=true"]
-    settings.append("train.micro_batch_size=2")
-    assert train("name=whole", *settings) == 0
-    assert train("name=parts", "train.steps=3", *settings) == 0
-    assert train("name=parts", *settings) == 0
-    assert_same_run("whole", "parts")
-
-
-def test_step_without_a_target_has_loss_and_gradient_0(train, workdir):
-    write_rows(workdir / "rows.jsonl", [("a long prompt " * 5, "x")] * 30)
-    settings = ["train.batch_size=1", "train.steps=12", "eval.windows=null"]
-    assert train("name=a", *settings, *PAIRS) == 0
-    steps = metrics("a")[1:]
-    norms = [row["grad_norm"] for row in steps if row["train/loss"] == 0]
-    assert set(norms) == {0}
-    assert len(norms) < len(steps)
-    assert None not in [row["train/loss"] for row in steps]
-
-
 # Scoring with eval.py
 
 SCORED: Rows = [("What is 4? ", "It is 16."), ("Ask? ", ""), ("Ask " * 40, "1"), ("", "1?")]
@@ -192,7 +172,3 @@ def test_score_is_the_mean_over_the_completion(scored, index):
     model, tokenizer, results = scored
     losses = completion_losses(model, tokenizer, SCORED[index])[:-1]
     assert results[index]["loss"] == pytest.approx(sum(losses) / len(losses), abs=1e-5)
-
-
-def test_empty_completion_has_no_score(scored):
-    assert scored[2][1]["loss"] is None

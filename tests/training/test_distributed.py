@@ -7,8 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import chdir, suppress
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -25,27 +24,21 @@ from distributed_helpers import (
 from helpers import ROOT, TEXT, TINY, load, metrics, summary, train_here, wait_for_step
 from run_helpers import train_in
 
-from training.run_folder import RunFolder
+from common.process import cpu_count
 from training.runtime import Dist
 
 RANKS = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-
-
-def test_process_without_torchrun_is_alone(monkeypatch):
-    for name in RANKS:
-        monkeypatch.delenv(name, raising=False)
-    assert Dist.from_environment() == Dist(0, 1, 0, 1)
 
 
 def test_process_of_torchrun_knows_its_ranks(monkeypatch):
     for name, value in RANKS.items():
         monkeypatch.setenv(name, value)
     assert Dist.from_environment() == Dist(3, 4, 1, 2)
-
-
-@pytest.mark.parametrize(("rank", "expected"), [(0, True), (1, False)])
-def test_rank_0_is_the_main_process(rank, expected):
-    assert Dist(rank=rank, world_size=2).is_main is expected
+    assert not Dist.from_environment().is_main
+    for name in RANKS:
+        monkeypatch.delenv(name)
+    assert Dist.from_environment() == Dist(0, 1, 0, 1)
+    assert Dist.from_environment().is_main
 
 
 def test_single_process_keeps_its_values():
@@ -60,16 +53,13 @@ def test_single_process_keeps_its_values():
 # Two machines without a shared disk, whose micro batches have different numbers of targets
 
 
-@dataclass
-class Machines:
-    folders: list[Path]
-    main: Path  # folder of rank 0, with the runs "two" (of both machines) and "one"
-    printed: str
-
-
 @pytest.fixture(scope="module")
-def machines(tmp_path_factory) -> Machines:
-    """Each machine prepares its own data, and gets the pretrained weights of rank 0."""
+def machines(tmp_path_factory) -> tuple[list[Path], Path, str]:
+    """Each machine prepares its own data, and gets the pretrained weights of rank 0.
+
+    Returns the folders of both machines, the one of rank 0, with the runs "two" (of both machines)
+    and "one", and what they print.
+    """
     lines = []
     for n in range(99):
         row = {"prompt": "Ask " * (n % 7) + f"{n}? ", "text": f"It is {n * n}." * (n % 3)}
@@ -86,46 +76,30 @@ def machines(tmp_path_factory) -> Machines:
     printed = "".join([finish(process) for process in processes])
     (main,) = [folder for folder in folders if (folder / "runs/two").exists()]
     train_in(main, "name=one", *SINGLE, *settings)
-    return Machines(folders, main, printed)
+    return folders, main, printed
 
 
 @pytest.mark.slow
-def test_two_processes_train_like_one(machines):
-    with chdir(machines.main):
-        assert_same_curve(metrics("one"), metrics("two"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("key", ["model", "optimizer"])
-def test_checkpoint_of_two_processes_has_the_names_of_one(machines, key):
-    with chdir(machines.main):
-        assert list(load("two")[key]) == list(load("one")[key])
-
-
-@pytest.mark.slow
-def test_identity_of_a_run_does_not_depend_on_the_number_of_processes(machines):
-    with chdir(machines.main):
-        assert load("two")["identity"] == load("one")["identity"]
-
-
-@pytest.mark.slow
-def test_summary_has_the_number_of_processes_and_their_micro_batches(machines):
-    with chdir(machines.main):
-        recorded = summary("two")
-    assert (recorded["world_size"], recorded["accumulation"]) == (2, 2)
+def test_two_processes_train_like_one(machines, monkeypatch):
+    monkeypatch.chdir(machines[1])
+    assert_same_curve(metrics("one"), metrics("two"))
+    one, two = load("one"), load("two")
+    for key in ("model", "optimizer"):
+        assert list(two[key]) == list(one[key])
+    assert two["identity"] == one["identity"]
+    assert (summary("two")["world_size"], summary("two")["accumulation"]) == (2, 2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("line", ["preparing text", "step 12: validation loss", "best validation"])
 def test_only_rank_0_prints(machines, line):
-    assert machines.printed.count(line) == 1
+    assert machines[2].count(line) == 1
 
 
 @pytest.mark.slow
 def test_machines_prepare_the_same_data(machines):
-    names = [
-        {path.name for path in folder.glob("data/prepared/*-*")} for folder in machines.folders
-    ]
+    a, b = machines[0]
+    names = [{path.name for path in folder.glob("data/prepared/*-*")} for folder in (a, b)]
     assert names[0] == names[1]
 
 
@@ -158,15 +132,6 @@ def test_two_gpus_train_like_one(train, workdir, dtype, parallel):
         assert one.get("train/loss") == pytest.approx(two.get("train/loss"), abs=tolerance)
 
 
-@pytest.mark.slow
-def test_run_in_use_by_another_process_is_refused_with_one_message(workdir):
-    with RunFolder("a", "", True, Dist()):
-        _, err = torchrun(2, "name=a").communicate(timeout=600)
-    refusal = "runs/a is being trained by another process; wait, or set another name"
-    assert err.count(refusal) == 1
-    assert err.count("Traceback") == 1  # of torchrun
-
-
 # A process that fails
 
 CRASH_ON_RANK_1 = """
@@ -181,28 +146,17 @@ speed.Speed.start_step = crash
 """
 
 
-@pytest.fixture(scope="module")
-def crashed(tmp_path_factory) -> tuple[Path, int, str]:
-    """Folder, exit code and stderr of a run of which rank 1 has failed."""
+@pytest.mark.slow
+def test_failing_rank_ends_the_others_and_its_error_is_the_first_one(tmp_path_factory, monkeypatch):
     folder = make_folder(tmp_path_factory, "crashed")
     script = write_train_script(folder, CRASH_ON_RANK_1)
     process = torchrun(2, "name=a", "train.steps=100000", script=script, cwd=folder)
     _, err = process.communicate(timeout=600)
-    return folder, process.returncode, err
-
-
-@pytest.mark.slow
-def test_failing_rank_ends_the_others(crashed):
-    folder, code, _ = crashed
-    assert code == 1
-    with chdir(folder):
-        assert summary("a")["status"] == "failed"
-
-
-@pytest.mark.slow
-def test_error_of_the_failing_rank_is_the_first_one(crashed):
-    errors = re.findall(r"\w+Error: .*", crashed[2])
+    assert process.returncode == 1
+    errors = re.findall(r"\w+Error: .*", err)
     assert errors[0] == "ZeroDivisionError: what went wrong on this rank"
+    monkeypatch.chdir(folder)
+    assert summary("a")["status"] == "failed"
 
 
 # Processes that are interrupted
@@ -222,46 +176,28 @@ checkpoint.save_checkpoint = slow_save
 """
 
 
-@pytest.fixture(scope="module")
-def interrupted(tmp_path_factory) -> tuple[Path, str]:
-    """Folder and stderr of two processes that got SIGTERM. Saving takes longer than a second."""
+@pytest.mark.slow
+def test_interrupted_processes_stop_at_the_same_step_and_end_after_rank_0_has_saved(
+    tmp_path_factory, monkeypatch
+):
+    """Saving takes longer than a second.
+
+    Otherwise, torchrun would kill rank 0 half a minute later, while it might still be saving.
+    """
     folder = make_folder(tmp_path_factory, "interrupted")
+    monkeypatch.chdir(folder)
     script = write_train_script(folder, SLOW_SAVE)
     settings = ["train.steps=100000", "eval.every=100000", "checkpoint.every=100000"]
-    with chdir(folder):
-        process = torchrun(2, "name=a", *settings, script=script)
-        wait_for_step("a", 20, process)
+    process = torchrun(2, "name=a", *settings, script=script)
+    wait_for_step("a", 20, process)
     process.send_signal(signal.SIGTERM)  # torchrun forwards it to its workers
-    return folder, process.communicate(timeout=600)[1]
-
-
-@pytest.mark.slow
-def test_interrupted_processes_stop_at_the_same_step_which_is_saved(interrupted):
-    folder, err = interrupted
-    with chdir(folder):
-        assert summary("a")["status"] == "interrupted", err
-        assert load("a")["step"] == metrics("a")[-1]["step"] == summary("a")["step"] > 20
-
-
-@pytest.mark.slow
-def test_rank_0_says_where_it_has_saved(interrupted):
-    assert interrupted[1].count("saved at step") == 1
-
-
-@pytest.mark.slow
-def test_later_ranks_end_after_rank_0_has_saved(interrupted):
-    """Otherwise, torchrun would kill rank 0 half a minute later, while it might still be saving."""
-    folder, _ = interrupted
+    err = process.communicate(timeout=600)[1]
+    assert summary("a")["status"] == "interrupted", err
+    assert load("a")["step"] == metrics("a")[-1]["step"] == summary("a")["step"] > 20
+    assert err.count("saved at step") == 1
     left = (folder / "rank1_left").stat().st_mtime
     assert left >= (folder / "runs/a/checkpoints/last.pt").stat().st_mtime
-
-
-@pytest.mark.slow
-def test_processes_of_a_machine_share_its_cores(interrupted):
-    has_affinity = hasattr(os, "sched_getaffinity")
-    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count()
-    with chdir(interrupted[0]):
-        assert summary("a")["threads"] == max(1, cores // 2)
+    assert summary("a")["threads"] == max(1, cpu_count() // 2)
 
 
 # A job of SLURM
@@ -300,19 +236,14 @@ def send_to_job(folder: Path, signum: int) -> None:
                 os.kill(int(variables.parent.name), signum)
 
 
-@dataclass
-class Job:
-    """A job that got the warning signal at step 10, and the job that continued."""
-
-    folder: Path
-    first: dict  # summary.json after the first job
-    requeued: str  # what the first job told SLURM
-    printed: str  # by the second job
-
-
-@pytest.fixture(scope="module")
-def job(tmp_path_factory) -> Job:
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_slurm_job_saves_after_its_warning_signal_and_is_requeued_once(
+    tmp_path_factory, monkeypatch
+):
+    """It gets the signal at step 10, and ends with the losses of an uninterrupted run."""
     folder = make_folder(tmp_path_factory, "job")
+    monkeypatch.chdir(folder)
     write_train_script(folder, PAUSE_AT_STEP_10).rename(folder / "train.py")
     for name, content in (("srun", SRUN), ("scontrol", SCONTROL)):
         (folder / name).write_text(content, encoding="utf-8")
@@ -326,7 +257,6 @@ def job(tmp_path_factory) -> Job:
         "PATH": os.pathsep.join(programs),
     }
     options = {
-        "cwd": folder,
         "env": os.environ | slurm,
         "stdout": subprocess.PIPE,
         "stderr": subprocess.PIPE,
@@ -340,39 +270,10 @@ def job(tmp_path_factory) -> Job:
     send_to_job(folder, signal.SIGUSR1)
     (folder / "signaled").touch()
     _, err = process.communicate(timeout=600)
-    with chdir(folder):
-        assert (folder / "runs/a/summary.json").exists(), err
-        first = summary("a")
-    requeued = (folder / "requeued").read_text(encoding="utf-8")
+    assert (folder / "runs/a/summary.json").exists(), err
+    assert (summary("a")["status"], summary("a")["step"]) == ("interrupted", 10)
     printed = finish(subprocess.Popen(command, **options))
-    return Job(folder, first, requeued, printed)
-
-
-on_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-
-
-@pytest.mark.slow
-@on_linux
-def test_slurm_job_saves_after_its_warning_signal(job):
-    assert (job.first["status"], job.first["step"]) == ("interrupted", 10)
-
-
-@pytest.mark.slow
-@on_linux
-def test_slurm_job_is_requeued_once_after_its_warning_signal(job):
-    assert job.requeued == "requeue 123456\n"
-
-
-@pytest.mark.slow
-@on_linux
-def test_requeued_slurm_job_continues_and_is_not_requeued_again(job):
-    assert "resumed from step 10" in job.printed
-    assert (job.folder / "requeued").read_text(encoding="utf-8") == job.requeued
-
-
-@pytest.mark.slow
-@on_linux
-def test_requeued_slurm_job_has_the_losses_of_an_uninterrupted_run(job):
-    with chdir(job.folder):
-        assert train_here(*JOB_WORDS, "name=b") == 0
-        assert_same_curve(metrics("a"), metrics("b"))
+    assert "resumed from step 10" in printed
+    assert (folder / "requeued").read_text(encoding="utf-8") == "requeue 123456\n"
+    assert train_here(*JOB_WORDS, "name=b") == 0
+    assert_same_curve(metrics("a"), metrics("b"))

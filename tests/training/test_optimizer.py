@@ -11,7 +11,6 @@ from helpers import ADAMW, MUON, tiny_model, train_step
 from torch import nn
 
 from training.optimizer import (
-    OPTIMIZERS,
     build_optimizers,
     load_state_by_name,
     optimizer_step,
@@ -122,16 +121,6 @@ def test_muon_decays_the_ngram_table_and_no_other_embedding():
         assert torch.equal(model.get_parameter(name), before.get_parameter(name)), name
 
 
-def test_any_torch_optimizer_can_be_added_with_one_function(monkeypatch):
-    def build_sgd(model, config, dtype):
-        return [torch.optim.SGD(model.parameters(), config.lr)]
-
-    monkeypatch.setitem(OPTIMIZERS, "sgd", build_sgd)
-    (sgd,) = build_optimizers(tiny_model(), replace(ADAMW, name="sgd"))
-    set_lr([sgd], 0.5)
-    assert [group["lr"] for group in sgd.param_groups] == [0.5 * ADAMW.lr]
-
-
 # State by name
 
 
@@ -163,23 +152,6 @@ def test_step_after_loading_the_state_is_bit_identical(config):
     train_step(model, optimizers, 1)
     train_step(other, others, 1)
     torch.testing.assert_close(model.state_dict(), other.state_dict(), atol=0, rtol=0)
-
-
-@CONFIGS
-def test_loading_the_state_does_not_change_learning_rates(config):
-    model = tiny_model()
-    optimizers = build_optimizers(model, config)
-    train_step(model, optimizers)
-    _, others = copy_training(model, optimizers, config, lr=0.5)
-    groups = [group for optimizer in others for group in optimizer.param_groups]
-    assert [g["lr"] for g in groups] == [0.5 * g["peak_lr"] for g in groups]
-
-
-def test_parameter_without_a_saved_state_starts_again():
-    model = tiny_model()
-    optimizers = build_optimizers(model, ADAMW)
-    load_state_by_name(model, optimizers, {})
-    assert state_by_name(model, optimizers) == {}
 
 
 # A step
@@ -236,9 +208,3 @@ def test_all_optimizers_skip_a_step_with_an_overflow(scaler):
     model, optimizers = model_with_gradients(24.0, math.inf)
     assert optimizer_step(model, optimizers, scaler, None).item() == math.inf
     assert [p.item() for p in model] == [0.0, 0.0]
-
-
-def test_overflow_halves_the_scale(scaler):
-    model, optimizers = model_with_gradients(24.0, math.inf)
-    optimizer_step(model, optimizers, scaler, None)
-    assert scaler.get_scale() == 4.0

@@ -1,7 +1,6 @@
-"""Overfitting: the message, the summary, train.patience, and the best checkpoint."""
+"""Runs that overfit: the best checkpoint, the advised number of epochs, and train.patience."""
 
 import re
-import shutil
 
 import pytest
 from helpers import TEXT, load, summary, train_here
@@ -36,87 +35,37 @@ def best_step() -> int:
 
 
 @pytest.fixture(scope="module")
-def overfitted_folder(tmp_path_factory):
+def overfitted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("overfitted")
     return folder, overfit(folder)
 
 
 @pytest.fixture
-def printed(overfitted_folder, monkeypatch) -> str:
+def printed(overfitted, monkeypatch) -> str:
     """The output of a run that overfits. The current folder has the run."""
-    folder, output = overfitted_folder
+    folder, output = overfitted
     monkeypatch.chdir(folder)
     assert best_step() < 60 - 3 * 5, val_losses("a")
     return output
 
 
-def test_overfitting_is_reported_once(printed):
-    message = f"overfitting: the validation loss has not fallen since step {best_step()};"
-    assert printed.count(message) == 1
-
-
-def test_advice_against_overfitting_is_to_decay_the_weights_more(printed):
-    assert "or a larger optimizer.weight_decay and optimizer.ngram_weight_decay" in printed
-
-
-def test_advised_epochs_end_a_run_at_the_best_step(printed, overfitted_folder):
-    folder, _ = overfitted_folder
+def test_advised_epochs_end_a_run_at_the_best_step(printed, overfitted):
     [epochs] = re.findall(r"start another run with (train\.epochs=[\d.]+)", printed)
-    train_in(folder, *OVERFIT, "name=b", epochs)
+    train_in(overfitted[0], *OVERFIT, "name=b", epochs)
     assert summary("b")["step"] == pytest.approx(best_step(), abs=1)  # of rounded epochs
 
 
-def test_summary_records_overfitting(printed):
-    assert summary("a")["overfitting"]
-
-
-def test_summary_has_the_best_evaluation(printed):
-    step = best_step()
+def test_summary_and_best_checkpoint_are_of_the_best_evaluation(printed):
     recorded = summary("a")
-    assert recorded["best_step"] == step
-    assert recorded["best_val_loss"] == val_losses("a")[step]
+    assert recorded["overfitting"]
+    assert recorded["best_step"] == load("a", "best")["step"] == best_step()
+    assert recorded["best_val_loss"] == val_losses("a")[best_step()]
 
 
-def test_last_lines_have_the_best_evaluation(printed):
-    step = best_step()
-    assert f"best validation loss {val_losses('a')[step]:.4f}" in printed
-    assert f"at step {step}; last {val_losses('a')[60]:.4f}" in printed
-
-
-def test_best_checkpoint_is_of_the_best_evaluation(printed):
-    assert load("a", "best")["step"] == best_step()
-
-
-@pytest.fixture(scope="module")
-def impatient_folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("impatient")
-    return folder, overfit(folder, "train.patience=2")
-
-
-@pytest.fixture
-def impatient(impatient_folder, workdir) -> str:
-    """The output of a run that train.patience=2 has ended. The current folder has a copy."""
-    folder, output = impatient_folder
-    shutil.copytree(folder, workdir, dirs_exist_ok=True)
-    return output
-
-
-def test_patience_ends_the_run(impatient):
-    assert summary("a")["status"] == "finished"
-    assert summary("a")["step"] == best_step() + 2 * 5
-
-
-def test_run_says_that_patience_has_ended_it(impatient):
-    assert "train.patience=2 evaluations without a lower loss" in impatient
-
-
-def test_run_that_patience_has_ended_is_finished(impatient, capsys):
+def test_patience_ends_a_run_which_a_larger_patience_continues(workdir, capsys):
+    overfit(workdir, "train.patience=2")
+    assert (summary("a")["status"], summary("a")["step"]) == ("finished", best_step() + 2 * 5)
     assert train_here(*OVERFIT, "train.patience=2") == 0
-    step = summary("a")["step"]
-    message = f"runs/a is finished at step {step}; set a larger train.patience, or another name"
-    assert message in capsys.readouterr().out
-
-
-def test_larger_patience_continues_the_run(impatient):
+    assert "set a larger train.patience, or another name" in capsys.readouterr().out
     assert train_here(*OVERFIT, "train.patience=3") == 0
     assert summary("a")["step"] == best_step() + 3 * 5

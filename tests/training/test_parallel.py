@@ -4,8 +4,6 @@ import os
 import signal
 import subprocess
 import time
-from contextlib import chdir
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,7 +23,7 @@ from training.parallel import DDP
 
 WARMUP = "schedule.warmup_steps=1000000"  # the learning rate does not depend on the number of steps
 FSDP = "parallel=fsdp"
-KNOWN_PEAK = "from training import run_logger\nrun_logger.peak_flops = lambda *args: 1e9"
+KNOWN_PEAK = "from training import log\nlog.peak_flops = lambda *args: 1e9"
 
 
 @pytest.mark.parametrize("compile", [True, False])
@@ -36,54 +34,26 @@ def test_ddp_compiles_the_model_if_requested(monkeypatch, compile):
     assert ddp.wrap(model, compile) == ("compiled" if compile else model)
 
 
-@pytest.fixture(scope="module")
-def sharded(tmp_path_factory) -> Path:
-    """A folder with the runs "two", of two sharded processes, and "one".
-
-    With Muon, accumulation, activation checkpointing, tied embeddings, and everything that an
-    evaluation does.
-    """
+@pytest.mark.slow
+def test_two_sharded_processes_train_like_one(tmp_path_factory, monkeypatch):
+    """With Muon, accumulation, activation checkpointing, tied embeddings, and everything that an
+    evaluation does."""
     folder = make_folder(tmp_path_factory, "sharded")
+    monkeypatch.chdir(folder)
     script = write_train_script(folder, KNOWN_PEAK)
     settings = ["model=gpt2", "optimizer=muon", "eval.attention_stats=true"]
     words = [FSDP, "train.micro_batch_size=2", "train.activation_checkpointing=block"]
-    finish(torchrun(2, "name=two", *words, *settings, script=script, cwd=folder))
+    finish(torchrun(2, "name=two", *words, *settings, script=script))
     train_in(folder, "name=one", *SINGLE, *settings)
-    return folder
-
-
-@pytest.mark.slow
-def test_two_sharded_processes_train_like_one(sharded):
-    with chdir(sharded):
-        assert_same_curve(metrics("one"), metrics("two"))
-
-
-@pytest.mark.slow
-def test_checkpoint_of_sharded_processes_has_the_weights_of_one(sharded):
-    with chdir(sharded):
-        assert_close_checkpoints(load("one"), load("two"))
-
-
-@pytest.mark.slow
-def test_sharded_processes_generate_the_samples_of_one(sharded):
-    with chdir(sharded):
-        one, two = ([row.get("sample") for row in metrics(name)] for name in ("one", "two"))
-    assert one == two
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("key", ["attention/entropy", "attention/score_variance"])
-def test_sharded_processes_have_the_attention_statistics_of_one(sharded, key):
-    with chdir(sharded):
-        assert metrics("one")[-1][key] == pytest.approx(metrics("two")[-1][key], abs=1e-5)
-
-
-@pytest.mark.slow
-def test_mfu_is_relative_to_the_peak_of_all_processes(sharded):
-    with chdir(sharded):
-        last = metrics("two")[-1]
-        flops_per_second = summary("two")["flops_per_token"] * last["tokens_per_second"]
-    assert last["mfu"] == pytest.approx(flops_per_second / 2e9)
+    assert_same_curve(metrics("one"), metrics("two"))
+    assert_close_checkpoints(load("one"), load("two"))
+    one, two = metrics("one"), metrics("two")
+    assert [row.get("sample") for row in one] == [row.get("sample") for row in two]
+    for key in ("attention/entropy", "attention/score_variance"):
+        assert one[-1][key] == pytest.approx(two[-1][key], abs=1e-5)
+    # the peak is of both processes
+    flops_per_second = summary("two")["flops_per_token"] * two[-1]["tokens_per_second"]
+    assert two[-1]["mfu"] == pytest.approx(flops_per_second / 2e9)
 
 
 def kill_worker(process: subprocess.Popen) -> None:
@@ -95,68 +65,42 @@ def kill_worker(process: subprocess.Popen) -> None:
     assert process.returncode == 1
 
 
-@pytest.fixture(scope="module")
-def resharded(tmp_path_factory) -> Path:
-    """A folder with the runs "a", of changing numbers of processes, and "b", of one process.
-
-    The first process group of "a" was killed.
-    """
+@pytest.mark.slow
+def test_killed_sharded_run_resumes_on_other_numbers_of_processes_and_with_ddp(
+    tmp_path_factory, monkeypatch
+):
     folder = make_folder(tmp_path_factory, "resharded")
+    monkeypatch.chdir(folder)
     settings = ["eval.every=1000000", WARMUP]
-    process = torchrun(4, "name=a", "train.steps=1000000", *settings, FSDP, cwd=folder)
+    process = torchrun(4, "name=a", "train.steps=1000000", *settings, FSDP)
     last = folder / "runs/a/checkpoints/last.pt"
     while process.poll() is None and not last.exists():
         time.sleep(0.05)
     assert process.poll() is None, process.communicate()[1]
     kill_worker(process)
-    with chdir(folder):
-        step = load("a")["step"]
+    step = load("a")["step"]
     for count, parallel in ((2, FSDP), (2, "parallel=ddp"), (4, FSDP)):
         step += 6
-        finish(torchrun(count, "name=a", f"train.steps={step}", *settings, parallel, cwd=folder))
+        finish(torchrun(count, "name=a", f"train.steps={step}", *settings, parallel))
     for name in "ab":
         train_in(folder, f"name={name}", *SINGLE, f"train.steps={step + 6}", *settings)
-    return folder
+    losses = [[row.get("train/loss") for row in metrics(name)] for name in "ab"]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    assert_close_checkpoints(load("a"), load("b"))
 
 
 @pytest.mark.slow
-def test_sharded_run_resumes_on_other_numbers_of_processes_and_with_ddp(resharded):
-    with chdir(resharded):
-        for a, b in zip(metrics("a"), metrics("b"), strict=True):
-            assert a.get("train/loss") == pytest.approx(b.get("train/loss"), abs=1e-5), a["step"]
-
-
-@pytest.mark.slow
-def test_resharded_run_has_the_weights_of_one_process(resharded):
-    with chdir(resharded):
-        assert_close_checkpoints(load("a"), load("b"))
-
-
-@pytest.fixture(scope="module")
-def many(tmp_path_factory) -> tuple[Path, str]:
-    """The folder of runs whose tensors have fewer rows than processes, and the last output.
-
-    Each of four processes has one or two rows of most tensors, and none of some.
-    """
+def test_more_processes_than_rows_save_and_resume(tmp_path_factory, monkeypatch):
+    """Each of four processes has one or two rows of most tensors, and none of some."""
     folder = make_folder(tmp_path_factory, "many")
+    monkeypatch.chdir(folder)
     tiny = [WARMUP, "model.n_head=1", "model.n_embd=2", "eval.sample.max_new_tokens=0"]
-    finish(torchrun(4, "name=a", FSDP, "train.steps=3", *tiny, cwd=folder))
-    finish(torchrun(4, "name=a", FSDP, *tiny, cwd=folder))
-    printed = finish(torchrun(4, "name=a", FSDP, *tiny, cwd=folder))
+    finish(torchrun(4, "name=a", FSDP, "train.steps=3", *tiny))
+    finish(torchrun(4, "name=a", FSDP, *tiny))
+    assert "runs/a is finished at step" in finish(torchrun(4, "name=a", FSDP, *tiny))
     train_in(folder, "name=b", *SINGLE, *tiny)
-    return folder, printed
-
-
-@pytest.mark.slow
-def test_more_processes_than_rows_save_and_resume(many):
-    with chdir(many[0]):
-        a, b = ([row.get("train/loss") for row in metrics(name)] for name in "ab")
-    assert a == pytest.approx(b, abs=1e-5)
-
-
-@pytest.mark.slow
-def test_finished_run_of_several_processes_does_not_train_again(many):
-    assert "runs/a is finished at step" in many[1]
+    losses = [[row.get("train/loss") for row in metrics(name)] for name in "ab"]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 
 
 @pytest.mark.slow

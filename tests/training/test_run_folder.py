@@ -10,9 +10,10 @@ from data_helpers import write_file
 from helpers import TEXT, summary
 
 from common.errors import TrainingFailed, UserError
-from training.config import RunConfig
-from training.run_folder import RunFolder, open_run_folder
+from training.config import RunConfig, TrainConfig
+from training.run_folder import RunFolder, open_run_folder, summary_key
 from training.runtime import Dist
+from training.train_state import TrainState
 
 
 def open_folder(name: str | None = "a", resume: bool = True) -> RunFolder:
@@ -23,13 +24,6 @@ def test_run_in_use_is_refused(workdir):
     message = "runs/a is being trained by another process; wait, or set another name"
     with open_folder(), pytest.raises(UserError, match=message):
         open_folder()
-
-
-def test_run_is_unlocked_at_its_end(workdir):
-    with open_folder():
-        pass
-    with open_folder():
-        pass
 
 
 def test_run_is_unlocked_after_an_error(workdir):
@@ -74,19 +68,55 @@ def test_run_is_recorded_as_running_until_its_end(workdir):
         assert (summary("a")["status"], summary("a")["error"]) == ("running", None)
 
 
+def make_state(**fields) -> TrainState:
+    return TrainState(TrainConfig(steps=9), None, [], None, **fields)
+
+
 @pytest.mark.parametrize(
-    ("is_interrupted", "status", "error"),
+    ("stopped", "status", "error"),
     [
         (False, "finished", None),
         (True, "interrupted", "saved at step 3; resume with the same command and name=a"),
     ],
     ids=["finished", "interrupted"],
 )
-def test_summary_records_how_the_loop_ended(workdir, is_interrupted, status, error):
+def test_summary_records_how_the_loop_ended(workdir, stopped, status, error):
     with open_folder() as run:
         run.start({}, {})
-        run.end(3, is_interrupted)
+        run.end(make_state(step=3, stopped=stopped))
     assert (summary("a")["status"], summary("a")["error"]) == (status, error)
+
+
+def test_end_of_an_interrupted_run_is_one_write(workdir, monkeypatch):
+    """A kill between two writes must not leave the run as finished."""
+    with open_folder() as run:
+        run.start({}, {})
+        statuses = []
+        monkeypatch.setattr(
+            "training.run_folder.write_json",
+            lambda path, content: statuses.append(content["status"]),
+        )
+        run.end(make_state(step=3, stopped=True))
+    assert statuses == ["interrupted"]
+
+
+@pytest.mark.parametrize(
+    ("status", "step", "expected"),
+    [("finished", 9, True), ("finished", 3, False), ("running", 9, False)],
+    ids=["finished", "raised limit", "killed at the end"],
+)
+def test_run_is_finished_until_a_limit_is_raised(workdir, status, step, expected):
+    write_file("runs/a/checkpoints/last.pt", "")
+    write_file("runs/a/summary.json", json.dumps({"status": status, "step": step}))
+    with open_folder() as run:
+        assert run.is_finished(make_state(step=step)) is expected
+
+
+@pytest.mark.parametrize(
+    ("name", "key"), [("val/loss", "last_val_loss"), ("grad_norm", "grad_norm")]
+)
+def test_metrics_have_a_name_in_the_summary(name, key):
+    assert summary_key(name) == key
 
 
 @pytest.mark.parametrize(
@@ -111,26 +141,6 @@ def test_infinite_results_become_null_because_json_has_no_infinity(workdir):
         run.start({}, {"best_val_loss": math.inf, "mfu": math.nan, "step": 2})
     recorded = summary("a")
     assert [recorded[key] for key in ("best_val_loss", "mfu", "step")] == [None, None, 2]
-
-
-def test_results_of_an_earlier_process_stay_in_the_summary(workdir):
-    with open_folder() as run:
-        run.start({}, {"device": "cpu", "best_step": 3})
-    with open_folder() as run:
-        assert run.previous["best_step"] == 3
-        run.start({}, {"device": "cuda"})
-    assert (summary("a")["best_step"], summary("a")["device"]) == (3, "cuda")
-
-
-@pytest.mark.parametrize(
-    ("status", "step", "expected"),
-    [("finished", 3, True), ("finished", 4, False), ("running", 3, False)],
-)
-def test_run_is_finished_at_the_step_of_its_summary(workdir, status, step, expected):
-    write_file("runs/a/checkpoints/last.pt", "")
-    write_file("runs/a/summary.json", json.dumps({"status": status, "step": 3}))
-    with open_folder() as run:
-        assert run.was_finished_at(step) is expected
 
 
 @pytest.mark.parametrize("has_checkpoint", [True, False])
@@ -208,11 +218,6 @@ def test_refused_run_leaves_no_folder(refusal, train, capsys):
 
 def test_first_run_that_is_refused_leaves_no_folder_of_runs(train, texts):
     assert train("name=b", "data.path=short.txt") == 2
-    assert not Path("runs").exists()
-
-
-def test_unnamed_run_that_is_refused_leaves_no_folder(train, texts):
-    assert train("data.path=short.txt") == 2
     assert not Path("runs").exists()
 
 
