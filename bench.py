@@ -30,14 +30,13 @@ from attention_bench.config import BENCHES, BenchConfig
 from attention_bench.measure import list_cases
 from attention_bench.results import describe_case, find_fastest, plot_results, print_results
 from attention_bench.rounds import kill_processes, measure_group
-from attention_bench.wandb_runs import make_bench_runs
 from common.console import print_text
 from common.files import write_csv, write_json
 from common.machine import describe_environment, resolve_device
 from common.process import run_process
 from common.run_paths import make_new_folder
+from results.wandb import WandbExport
 from training.run_folder import write_config
-from training.wandb_logger import WandbLogger
 
 
 def main(config: BenchConfig) -> int:
@@ -68,8 +67,8 @@ def main(config: BenchConfig) -> int:
             plot_results(rows, environment, folder / "attention.png")
             print_results(rows)
             print_text(f"written  {folder / 'attention.csv'}  {folder / 'attention.png'}")
-            runs = make_bench_runs(rows, config, environment, folder)
-            WandbLogger(config.wandb, runs).finish()
+            with WandbExport() as export:
+                export.start(folder)
     statuses = {row["status"] for row in rows}
     if "failed" in statuses:
         return 1

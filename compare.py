@@ -6,7 +6,6 @@
 
 keys:
   out=DIR               folder to write the files into
-  wandb.mode=offline    also log the runs and the comparison to wandb; or online
 
 Prints a table, and writes comparison.png and comparison.csv. The default folder is that of a
 single sweep, else runs/comparison. The first row is the baseline of all differences.
@@ -24,7 +23,6 @@ from common.run_paths import RUNS
 from configs.schema import CompareConfig
 from results.compare import compare, print_comparison
 from results.read import is_sweep
-from results.wandb_runs import log_comparison
 
 
 def main(config: CompareConfig) -> int:
@@ -37,8 +35,6 @@ def main(config: CompareConfig) -> int:
         out = folders[0]
     rows = compare(folders, out)
     print_comparison(rows, out)
-    if config.wandb.mode != "disabled":
-        log_comparison(config.wandb, folders, rows, out, with_runs=True)
     return 0
 
 

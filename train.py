@@ -41,6 +41,7 @@ from common.errors import EXIT_CODES
 from common.process import StopRequest, run_process
 from data.loader import Loader
 from results.plots import plot_run
+from results.wandb import WandbExport
 from training.banner import describe_finished_run, format_banner, print_report
 from training.build import build_data, build_model, describe_run, load_init_weights
 from training.checkpoint import (
@@ -68,6 +69,7 @@ def main(config: RunConfig) -> int:
     dist.connect(device, runtime.dtype)  # refuses processes with different dtypes
 
     with ExitStack() as stack:
+        export = stack.enter_context(WandbExport())
         # run folder: its name, its lock, and whether the run resumes
         run = stack.enter_context(open_run_folder(config, dist))
 
@@ -98,6 +100,8 @@ def main(config: RunConfig) -> int:
         logger = RunLogger(config, runtime, run, state, facts)
         checkpoints = CheckpointWriter(config.checkpoint, run, state, header)
         run.start(asdict(config), facts | logger.results())
+        if run.is_main:
+            export.start(run.folder)
         print_text(format_banner(config, run, data.meta))
         stack.enter_context(logger)
         stop = stack.enter_context(StopRequest())  # until stop.enable(), a signal raises

@@ -15,7 +15,7 @@ from common.settings import Rule, list_keys, setting
 from data.config import DataConfig, PrepareConfig
 from generation.config import SamplingConfig
 from model import AttentionConfig
-from training.config import OPTIMIZER_CONFIGS, RunConfig, WandbConfig
+from training.config import OPTIMIZER_CONFIGS, RunConfig
 
 
 @dataclass
@@ -114,7 +114,6 @@ class CompareConfig:
     folders: list[str] = field(default_factory=list)
     # folder for the files; None: the folder of a single sweep, or runs/comparison
     out: str | None = None
-    wandb: WandbConfig = field(default_factory=lambda: WandbConfig(mode="disabled"))
 
 
 @dataclass

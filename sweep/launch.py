@@ -11,9 +11,8 @@ from common.errors import EXIT_CODES
 from common.files import read_json, write_json
 from common.process import command_line
 from results.compare import compare, print_comparison
-from results.wandb_runs import log_comparison
+from results.wandb import WandbExport
 from sweep.jobs import Job, Outcome, train_job
-from training.config import WandbConfig
 
 
 def run_sweep(jobs: list[Job], launcher: Any = None) -> int:
@@ -77,7 +76,8 @@ def finish_sweep(folder: Path, jobs: list[Job], outcomes: dict[str, Outcome]) ->
     rows = compare([folder], folder)
     print_comparison(rows, folder)
     if outcomes:
-        log_comparison(WandbConfig(**jobs[0].config["wandb"]), [folder], rows, folder)
+        with WandbExport() as export:
+            export.start(folder)
     statuses = [outcome.status for outcome in outcomes.values()]
     if "failed" in statuses:
         return EXIT_CODES["failed"]

@@ -3,74 +3,51 @@
 import json
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 
-@dataclass
 class OfflineRun:
-    """The content of a folder that wandb has written."""
+    """The content of a folder that wandb has written: <folder>/wandb/offline-run-TIME-ID."""
 
-    folder: Path
-    run: dict[str, Any] = field(default_factory=dict)  # run_id, display_name, run_group, ...
-    config: dict[str, Any] = field(default_factory=dict)  # keys of wandb itself: _wandb. ...
-    rows: list[dict[str, Any]] = field(default_factory=list)  # nested keys have periods
-    summary: dict[str, Any] = field(default_factory=dict)
-    metrics: dict[str, dict] = field(default_factory=dict)  # of define_metric
-    artifacts: list[dict] = field(default_factory=list)
-    program: list[str] = field(default_factory=list)  # and its arguments
-    exit_code: int | None = None  # None: the run has not finished
-
-    @property
-    def id(self) -> str:
-        return self.run["run_id"]
+    def __init__(self, folder: Path):
+        (file,) = folder.glob("run-*.wandb")
+        command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
+        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        records: dict[str, list[dict]] = defaultdict(list)
+        for line in printed.splitlines():
+            record = json.loads(line)
+            records[record["type"]].append(record[record["type"]])
+        self.folder = folder
+        self.run: dict[str, Any] = records["run"][0]  # run_id, display_name, run_group, ...
+        self.config: dict[str, Any] = self.run["config"]["update"]
+        self.rows = [record["item"] for record in records["history"]]  # nested keys have periods
+        self.summary: dict[str, Any] = {}
+        for record in records["summary"]:
+            self.summary |= record.get("update", {})
+        # of define_metric
+        self.metrics = {record.get("name", "*"): record for record in records["metric"]}
+        self.artifacts = records["artifact"]
+        self.environment = records["environment"]
+        self.exit_code: int = records["exit"][0].get("exit_code", 0)
 
     @property
     def steps(self) -> list[int]:
         return [row["_step"] for row in self.rows]
 
-    def media(self, key: str) -> list[Path]:
-        """The files of a picture, table or page, in order."""
+    def read_media(self, key: str) -> list[bytes]:
+        """The files of a picture or a table, in order."""
         paths = [row[f"{key}.path"] for row in self.rows if f"{key}.path" in row]
-        return [self.folder / "files" / path for path in paths]
+        return [(self.folder / "files" / path).read_bytes() for path in paths]
 
-    def table(self, key: str) -> list[dict[str, Any]]:
-        """The rows of the newest table."""
-        table = json.loads(self.media(key)[-1].read_text(encoding="utf-8"))
-        return [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
-
-
-def read_offline_run(folder: Path) -> OfflineRun:
-    """Read a folder offline-run-TIME-ID."""
-    (file,) = folder.glob("run-*.wandb")
-    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    result = OfflineRun(folder)
-    for line in printed.splitlines():
-        record = json.loads(line)
-        content = record[record["type"]]
-        match record["type"]:
-            case "run":
-                result.run = content
-                result.config |= content["config"]["update"]
-            case "config":
-                result.config |= content["update"]
-            case "history":
-                result.rows.append(content["item"])
-            case "summary":
-                result.summary |= content.get("update", {})
-            case "metric":
-                result.metrics[content.get("name") or content["glob_name"]] = content
-            case "artifact":
-                result.artifacts.append(content)
-            case "environment" if "program" in content:
-                result.program = [content["program"], *content.get("args", [])]
-            case "exit":
-                result.exit_code = content.get("exit_code", 0)
-    return result
+    def read_table(self, key: str) -> list[list]:
+        """The rows of all tables."""
+        return [row for file in self.read_media(key) for row in json.loads(file)["data"]]
 
 
-def read_offline_runs(folder: Path) -> list[OfflineRun]:
-    """Read all runs below <folder>/wandb, in the order of their start."""
-    return [read_offline_run(path) for path in sorted(folder.glob("wandb/offline-run-*"))]
+def read_offline_runs(folder: Path) -> dict[str, OfflineRun]:
+    """Read all runs below <folder>/wandb, by name."""
+    runs = [OfflineRun(path) for path in sorted(folder.glob("wandb/offline-run-*"))]
+    assert len({run.run["display_name"] for run in runs}) == len(runs)
+    return {run.run["display_name"]: run for run in runs}

@@ -1,4 +1,4 @@
-"""Logs a training run: what it prints, metrics.jsonl, wandb, step times and the profiler."""
+"""Logs a training run: what it prints, metrics.jsonl, step times and the profiler."""
 
 import json
 import math
@@ -7,21 +7,19 @@ import textwrap
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
 from common.console import ProgressBar
-from common.errors import EXIT_CODES, TrainingFailed, status_of
+from common.errors import TrainingFailed
 from common.machine import reset_peak_memory
 from training.config import OVERFITTING_EVALS, RunConfig
 from training.run_folder import RunFolder, summary_key
 from training.runtime import Runtime
 from training.speed import Speed, StepProfiler, peak_flops
 from training.train_state import TrainState
-from training.wandb_logger import WandbLogger, make_training_run, make_training_summary
 
 
 class RunLogger(AbstractContextManager):
@@ -41,14 +39,12 @@ class RunLogger(AbstractContextManager):
     ):
         self.config = config
         self.runtime = runtime
-        self.run = run
         self.state = state
         self.tokens_per_step = config.train.batch_size * config.model.block_size
         self.flops_per_step = self.tokens_per_step * facts["flops_per_token"]
         peak = peak_flops(runtime.device, runtime.dtype) * runtime.dist.world_size
         self.speed = Speed(runtime.device, self.tokens_per_step, self.flops_per_step, peak)
         self.read_timing: Callable[[], dict] | None = None  # of the last step
-        self.wandb = None
         self.metrics = None
         if run.is_main:
             self.metrics = MetricsLogger(run.folder / "metrics.jsonl")
@@ -58,10 +54,6 @@ class RunLogger(AbstractContextManager):
             self.profiler = StepProfiler(runtime.device, run.folder, self.bar.console.out)
 
     def __enter__(self) -> Self:
-        run = self.run
-        if run.is_main:
-            wandb_run = make_training_run(run.folder, asdict(self.config), run.summary, end=None)
-            self.wandb = WandbLogger(self.config.wandb, [wandb_run], self.bar.print_text)
         self.bar.start()
         activity = "compiling" if self.runtime.compile else "evaluating"
         self.bar.show(self.state.progress, activity)
@@ -75,17 +67,6 @@ class RunLogger(AbstractContextManager):
         if self.profiler:
             self.profiler.stop()
         self.bar.stop()
-        status = status_of(error)
-        if error is None and self.state.stopped:
-            status = "interrupted"
-        if self.wandb:
-            has_model = self.config.wandb.log_model and status == "finished"
-            self.wandb.finish(
-                EXIT_CODES[status],
-                summary=make_training_summary(self.run.summary),
-                alert=str(error) if status == "failed" else None,
-                model=str(self.run.best) if has_model else None,
-            )
 
     def start_step(self) -> None:
         """Call this at the beginning of a step."""

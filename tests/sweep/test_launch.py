@@ -76,15 +76,12 @@ def test_exit_code_of_a_sweep(statuses, status, monkeypatch):
     def compare(folders, out):
         return []
 
-    def log_nothing(*arguments):
-        """wandb is disabled."""
-
     def print_nothing(rows, out):
         """The table of the comparison."""
 
     monkeypatch.setattr(launch, "compare", compare)
     monkeypatch.setattr(launch, "print_comparison", print_nothing)
-    monkeypatch.setattr(launch, "log_comparison", log_nothing)
+    monkeypatch.setattr(launch.WandbExport, "start", lambda export, folder: None)
     outcomes = {f"seed={n}": Outcome(status, "") for n, status in enumerate(statuses)}
     jobs = [make_job(1), make_job(2)]
     assert finish_sweep(SWEEP, jobs, outcomes) == EXIT_CODES[status]

@@ -212,20 +212,11 @@ def test_sweep_writes_the_comparison_into_its_folder(name, refusing_sweep):
 @pytest.mark.slow
 def test_wandb_runs_of_a_sweep_are_in_one_folder_and_in_one_group(refusing_sweep):
     """The refused run has none."""
-    runs = [run.run for run in read_offline_runs(Path("runs/sweeps/s"))]
-    names = {run["display_name"]: run["job_type"] for run in runs}
-    assert names == {"attention=sdpa": "train", "s comparison": "compare"}
-    assert {run["run_group"] for run in runs} == {"s"}
-    assert refusing_sweep.out.endswith("upload   wandb sync runs/sweeps/s/wandb\n")
-
-
-@pytest.mark.slow
-def test_wandb_has_the_comparison(refusing_sweep):
     runs = read_offline_runs(Path("runs/sweeps/s"))
-    (comparison,) = (run for run in runs if run.run["job_type"] == "compare")
-    loss = summary("sweeps/s/attention=sdpa")["last_val_loss"]
-    assert comparison.summary["val_loss/attention_sdpa"] == pytest.approx(loss)
-    assert comparison.summary["verdict/attention_flash"] == "no pair of runs (refused)"
+    job_types = {name: run.run["job_type"] for name, run in runs.items()}
+    assert job_types == {"attention=sdpa": "train", "s comparison": "compare"}
+    assert {run.run["run_group"] for run in runs.values()} == {"s"}
+    assert refusing_sweep.out.endswith("upload   wandb sync runs/sweeps/s/wandb\n")
 
 
 @pytest.mark.slow

@@ -1,0 +1,345 @@
+"""Exports to wandb: python -m results.wandb FOLDER [--mode online]
+
+FOLDER is a run, a sweep, a bench, or the output of compare.py. wandb gets the content of its files,
+and nothing reads from wandb. train.py starts this command as a child process, which follows
+metrics.jsonl: training never waits for wandb, and continues if wandb fails.
+"""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from argparse import ArgumentParser
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+from shutil import rmtree
+from textwrap import shorten
+from threading import Thread, Timer
+from typing import Any
+
+from common.errors import EXIT_CODES
+from common.files import parse_yaml, read_file, read_json
+from common.process import run_main
+from results.metrics import DISTINCT, METRICS
+
+# for the last rows of a run; schedulers kill a process about 30 s after SIGTERM
+FINISH_TIMEOUT_S = 15
+NOTICE_S = 3  # a longer wait is explained
+POLL_INTERVAL_S = 0.2
+PINNED_KEYS = ("attention.resolved", "dtype", "device_name")  # wandb shows them first
+
+
+# The parent: train.py, bench.py or a sweep
+
+
+class WandbExport(AbstractContextManager):
+    """Context manager: a child process that exports a folder. On exit, waits for its end.
+
+    Enter it before the run folder is opened: it then exits when summary.json is final.
+    """
+
+    process = None
+
+    def start(self, folder: Path) -> None:
+        """Start the child process, unless wandb.mode is disabled."""
+        config, _ = read_run(folder)
+        mode = resolve_mode(config["wandb"]["mode"])
+        if mode == "disabled":
+            return
+        command = [sys.executable, "-P", "-u", "-m", "results.wandb", str(folder), "--mode", mode]
+        self.process = subprocess.Popen(
+            [*command, "--follow", str(os.getpid())],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUTF8": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            encoding="utf-8",
+            start_new_session=True,  # Ctrl-C is for this process
+        )
+        self.printer = Thread(target=self._print_lines, daemon=True)
+        self.printer.start()
+
+    def _print_lines(self) -> None:
+        for line in self.process.stdout:
+            print(line, end="", flush=True)  # above a progress bar
+
+    def __exit__(self, *error: object) -> None:
+        if self.process is None:
+            return
+        notice = Timer(NOTICE_S, print, ["waiting for wandb; Ctrl-C ends the wait"])
+        with suppress(KeyboardInterrupt, subprocess.TimeoutExpired):
+            notice.start()
+            self.process.wait(FINISH_TIMEOUT_S)
+        notice.cancel()
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        code = self.process.wait()
+        self.printer.join(NOTICE_S)
+        if code not in (0, 1):  # 1: the child process has printed the reason
+            print(f"wandb did not finish (exit code {code}); the run folder has all results")
+
+
+def resolve_mode(mode: str | None) -> str:
+    """wandb.mode, or what wandb's environment variables say. offline if nothing is set."""
+    is_disabled = os.environ.get("WANDB_DISABLED", "").lower() in ("true", "1")
+    default = "disabled" if is_disabled else os.environ.get("WANDB_MODE") or "offline"
+    return mode or default.lower()
+
+
+# The child process
+
+
+def main() -> int:
+    """Export a folder. Returns exit code 1 if that fails."""
+    parser = ArgumentParser("python -m results.wandb", description=__doc__)
+    parser.add_argument("folder", type=Path, metavar="FOLDER")
+    parser.add_argument("--mode", choices=("offline", "online"), default="offline")
+    parser.add_argument("--follow", type=int, metavar="PID", help="process that writes the folder")
+    arguments = parser.parse_args()
+    os.nice(10)  # training has priority
+    try:
+        export_folder(arguments.folder, arguments.mode, arguments.follow)
+    except Exception as error:  # wandb can raise anything
+        print(f"wandb: {shorten(repr(error), 250)}; the run folder has all results")
+        return 1
+    if arguments.mode == "offline":
+        wandb_folder = find_wandb_dir(arguments.folder) / "wandb"
+        print(f"upload   wandb sync {shlex.quote(str(wandb_folder))}")
+    return 0
+
+
+def export_folder(folder: Path, mode: str, writer: int | None) -> None:
+    """Export a run, a bench or a comparison.
+
+    writer: process that writes the folder. None: export all runs of a sweep, too.
+    """
+    if (folder / "metrics.jsonl").exists():
+        export_run(folder, mode, writer)
+    elif (folder / "attention.csv").exists():
+        export_bench(folder, mode)
+    else:
+        if writer is None:
+            for metrics in sorted(folder.glob("*/metrics.jsonl")):
+                export_run(metrics.parent, mode, writer)
+        export_comparison(folder, mode)
+
+
+def read_run(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Read config.yaml and summary.json of a run, a bench, or the first job of a sweep.
+
+    Both are empty for the output of compare.py.
+    """
+    jobs = read_json(folder / "sweep.json").get("jobs", ["."])
+    run = folder / jobs[0]
+    path = run / "config.yaml"
+    config = read_file(path, parse_yaml) if path.exists() else {}
+    return config, read_json(run / "summary.json")
+
+
+def find_wandb_dir(folder: Path) -> Path:
+    """The folder that contains the folder `wandb` of a run. All jobs of a sweep share one."""
+    is_job = (folder.parent / "sweep.json").exists()
+    return folder.parent if is_job else folder
+
+
+def start_run(
+    folder: Path, mode: str, x_axis: str | None, group: str | None = None, **arguments: Any
+) -> Any:
+    """Start or resume a wandb run, and remove what was logged of it offline.
+
+    x_axis: metric that the others are plotted over. group: if no other is set.
+    arguments: of wandb.init.
+    """
+    import wandb
+
+    config, _ = read_run(folder)
+    options = config.get("wandb", {})
+    wandb_dir = find_wandb_dir(folder).resolve()
+    for earlier in wandb_dir.glob(f"wandb/offline-run-*-{arguments.get('id')}"):
+        rmtree(earlier)
+    run = wandb.init(
+        **arguments,
+        dir=wandb_dir,
+        mode=mode,
+        project=options.get("project") or os.environ.get("WANDB_PROJECT") or "trilgpt",
+        entity=options.get("entity"),
+        group=options.get("group") or os.environ.get("WANDB_RUN_GROUP") or group,
+        tags=options.get("tags"),
+        resume="allow" if mode == "online" else None,
+        settings={
+            "silent": True,
+            "console": "off",
+            "program": sys.argv[0],
+            "init_timeout": 10,  # seconds; less than FINISH_TIMEOUT_S
+            "x_stats_pid": os.getppid(),  # the process that trains
+        },
+    )
+    if mode == "online":
+        print(f"wandb    {run.url}")
+    run.define_metric("*", step_metric=x_axis)
+    return run
+
+
+def to_media(row: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Convert a row for wandb: names of pictures to pictures, and lists of rows to tables."""
+    import wandb
+
+    media = dict(row)
+    for key, value in row.items():
+        if isinstance(value, list):
+            data = [list(item.values()) for item in value]
+            media[key] = wandb.Table(columns=list(value[0]), data=data)
+        elif isinstance(value, str):
+            media[key] = wandb.Image(str(folder / value))
+    return media
+
+
+# A training run
+
+
+def export_run(folder: Path, mode: str, writer: int | None) -> None:
+    """Export a training run, from the first step that the server lacks."""
+    config, summary = read_run(folder)
+    facts = {key: value for key, value in summary.items() if not is_result(key)}
+    attention = config["attention"] | summary["attention"]
+    sys.argv = shlex.split(summary["command"])[1:]  # without "python"; wandb shows it
+    run = start_run(
+        folder,
+        mode,
+        x_axis="step",
+        id=summary["wandb_id"],
+        name=folder.name,
+        job_type="train",
+        config=config | facts | {"attention": attention, "data": config["data"]},
+    )
+    run.pin_config_keys(PINNED_KEYS)
+    for name, metric in METRICS.items():
+        run.define_metric(name, step_metric="step", **metric.wandb)
+    for row in follow_rows(folder, writer):
+        if "sample" in row:
+            row["sample"] = [{"step": row["step"], "text": row["sample"]}]
+        if row["step"] >= run.starting_step and is_logged(row):
+            run.log(to_media(row, folder), step=row["step"], commit=True)
+    _, summary = read_run(folder)
+    run.summary.update({key: summary[key] for key in filter(is_result, summary)})
+    run.summary["kernel"] = attention["resolved"]
+    if summary["status"] == "failed":
+        run.alert(folder.name, summary["error"])
+    if summary["status"] == "finished" and config["wandb"]["log_model"]:
+        run.log_model(folder / "checkpoints" / "best.pt")
+    run.finish(EXIT_CODES.get(summary["status"], 1))
+
+
+def is_result(key: str) -> bool:
+    """Whether a key of summary.json is a result. The other keys are known when a run starts."""
+    is_metric = key in METRICS and METRICS[key].compare != DISTINCT
+    return is_metric or key.startswith(("best_", "last_"))
+
+
+def is_logged(row: dict[str, Any]) -> bool:
+    """Whether wandb gets a row of metrics.jsonl: every evaluation, otherwise the step decides.
+
+    wandb draws at most some thousand points. It gets the first 2,000 steps, and 1,000 steps of
+    each interval [N, 2N) after them.
+    """
+    interval = 2 ** max(0, (row["step"] // 1000).bit_length() - 1)
+    return "val/loss" in row or row["step"] % interval == 0
+
+
+def follow_rows(folder: Path, writer: int | None) -> Iterator[dict[str, Any]]:
+    """Yield the rows of metrics.jsonl. With a writer, wait for more rows until the run has ended.
+
+    If the writer was killed, this process exits: all rows are exported when the run resumes.
+    """
+    with open(folder / "metrics.jsonl", encoding="utf-8") as file:
+        incomplete = ""
+        while True:
+            _, summary = read_run(folder)
+            *lines, incomplete = (incomplete + file.read()).split("\n")
+            yield from map(json.loads, lines)
+            if writer is None or summary["status"] != "running":
+                return
+            if os.getppid() != writer:
+                os._exit(1)
+            time.sleep(POLL_INTERVAL_S)
+
+
+# Tables: a bench and a comparison
+
+
+def export_bench(folder: Path, mode: str) -> None:
+    """Export a bench: a run for each backend, with T as the x axis."""
+    config, summary = read_run(folder)
+    fastest = [f"{case}: {backend}" for case, backend in summary.pop("fastest").items()]
+    table = read_table(folder / "attention.csv")
+    for backend in dict.fromkeys(row["backend"] for row in table):
+        rows = [row for row in table if row["backend"] == backend]
+        attention = {"requested": backend, "resolved": rows[-1]["resolved"]}
+        run = start_run(
+            folder,
+            mode,
+            x_axis="T",
+            group=folder.name,
+            name=backend,
+            job_type="bench",
+            notes="\n".join(["fastest backends:", *fastest]),
+            config=config | summary | {"attention": attention},
+        )
+        log_table(run, rows, "{phase} {mask} {dtype}", folder / "attention.png")
+
+
+def export_comparison(folder: Path, mode: str) -> None:
+    """Export comparison.csv. The comparison of a sweep that is continued is the same wandb run."""
+    _, summary = read_run(folder)
+    rows = read_table(folder / "comparison.csv")
+    run = start_run(
+        folder,
+        mode,
+        x_axis=None,
+        group=folder.name,
+        id=summary.get("wandb_id") and f"{summary['wandb_id']}-comparison",
+        name=f"{folder.name} comparison",
+        job_type="compare",
+        notes="\n".join(map(describe_variant, rows)),
+    )
+    log_table(run, rows, "{variant}", folder / "comparison.png")
+
+
+def log_table(run: Any, rows: list[dict[str, Any]], label: str, picture: Path) -> None:
+    """Log a table, its picture, and its columns as metrics COLUMN/LABEL, and finish the run.
+
+    label: format of the label, with names of columns. Sizes of tensors, such as T, are upper case.
+    """
+    for row in rows:
+        name = re.sub(r"\W+", "_", label.format(**row))
+        metrics = {f"{key}/{name}": value for key, value in row.items() if key.islower()}
+        run.log(metrics | {"T": row.get("T")})
+    run.log(to_media({"table": rows, "picture": picture.name}, picture.parent))
+    run.finish()
+
+
+def describe_variant(row: dict[str, Any]) -> str:
+    """One line: the verdict, and the columns of the terminal's table."""
+    cells = [f"{row['variant']}: {row['verdict'] or row['status']}"]
+    for name, metric in METRICS.items():
+        value = row.get(name.replace("/", "_"))
+        if metric.header and name != "variant" and value is not None:
+            cells.append(f"{metric.header} {metric.format(value)}")
+    return "; ".join(cells)
+
+
+def read_table(path: Path) -> list[dict[str, Any]]:
+    """Read a CSV file. Columns of numbers have numbers, and an empty cell is None."""
+    from pyarrow import csv
+
+    options = csv.ConvertOptions(strings_can_be_null=True)
+    return csv.read_csv(path, convert_options=options).to_pylist()
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))

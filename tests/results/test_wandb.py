@@ -1,0 +1,379 @@
+"""What wandb gets of runs, sweeps and benches, and that training continues if wandb fails."""
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import ROOT, TINY, metrics, summary, wait_for_step
+from run_helpers import run_in
+from wandb_helpers import OfflineRun, read_offline_runs
+from wandb_server import ServerRun, WandbServer, wandb_server
+
+from results import wandb as exporter
+from results.wandb import follow_rows, is_logged, resolve_mode
+
+
+@pytest.fixture
+def server():
+    with wandb_server() as server:
+        yield server
+
+
+def export(folder: Path, *words: str, **environment: str) -> str:
+    """Export a folder by hand. Returns the output."""
+    done = subprocess.run(
+        [sys.executable, "-m", "results.wandb", folder, *words],
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
+        text=True,
+        capture_output=True,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+# A training run
+
+WORDS = [
+    "name=a", "wandb.mode=offline", "wandb.project=p", "wandb.tags=[x]", "wandb.group=g",
+    "wandb.log_model=true", "eval.attention_maps=true",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A folder with a run that was exported while it was trained. Tests only read it."""
+    folder = tmp_path_factory.mktemp("trained")
+    code, printed = run_in(folder, *WORDS)
+    assert code == 0
+    assert "upload   wandb sync runs/a/wandb\n" in printed
+    return folder
+
+
+@pytest.fixture
+def in_folder(folder, monkeypatch) -> None:
+    monkeypatch.chdir(folder)
+
+
+@pytest.fixture(scope="module")
+def logged(folder) -> OfflineRun:
+    return read_offline_runs(folder / "runs/a")["a"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("job_type", "train"), ("project", "p"), ("run_group", "g"), ("tags", ["x"])]
+)
+def test_run_has_its_labels(logged, key, value):
+    assert logged.run[key] == value
+
+
+def test_config_is_nested_and_has_the_resolved_values(logged, in_folder):
+    for key in ("dtype", "device", "device_name", "n_params", "versions", "command"):
+        assert logged.config[key] == summary("a")[key]
+    assert logged.config["model"]["n_layer"] == 2
+    assert logged.config["data"]["path"] == "text.txt"
+    attention = logged.config["attention"]
+    assert (attention["requested"], attention["resolved"]) == ("auto", "flash")
+
+
+def test_summary_has_the_results_which_the_config_lacks(logged, in_folder):
+    for key in ("status", "step_ms", "overfitting", "mfu", "best_step", "last_val_loss"):
+        assert logged.summary[key] == pytest.approx(summary("a")[key])
+        assert key not in logged.config
+    assert logged.summary["kernel"] == "flash"
+
+
+def test_rows_are_those_of_metrics_jsonl(logged, in_folder):
+    assert logged.steps == list(range(7))
+    for row, expected in zip(logged.rows, metrics("a"), strict=True):
+        numbers = {key: value for key, value in expected.items() if not isinstance(value, str)}
+        assert numbers.items() <= row.items()
+
+
+@pytest.mark.parametrize("key", ["train/loss", "val/loss", "val/bpb"])
+def test_curves_are_over_the_step_and_their_summary_is_the_minimum(logged, in_folder, key):
+    assert {logged.metrics[name]["step_metric"] for name in ("*", key)} == {"step"}
+    smallest = min(row[key] for row in metrics("a") if key in row)
+    assert logged.summary[key] == {"min": pytest.approx(smallest)}
+
+
+def test_samples_are_tables(logged, in_folder):
+    expected = [[row["step"], row["sample"]] for row in metrics("a") if "sample" in row]
+    assert logged.read_table("sample") == expected
+
+
+def test_attention_maps_are_pictures(logged, in_folder):
+    paths = [row["attention_maps"] for row in metrics("a") if "attention_maps" in row]
+    assert logged.read_media("attention_maps") == [Path("runs/a", p).read_bytes() for p in paths]
+
+
+def test_best_weights_are_an_artifact_of_type_model(logged):
+    (artifact,) = (entry for entry in logged.artifacts if entry["type"] == "model")
+    assert artifact["manifest"]["contents"][0]["path"] == "best.pt"
+
+
+def test_wandb_shows_the_command_of_the_training(logged, in_folder):
+    (command,) = ([e["program"], *e["args"]] for e in logged.environment if "program" in e)
+    assert command == shlex.split(summary("a")["command"])[1:]
+
+
+@pytest.mark.parametrize(
+    ("config", "environment", "mode"),
+    [
+        (None, {}, "offline"),
+        (None, {"WANDB_MODE": "online"}, "online"),
+        ("offline", {"WANDB_MODE": "online"}, "offline"),
+        (None, {"WANDB_DISABLED": "true", "WANDB_MODE": "online"}, "disabled"),
+        ("online", {"WANDB_DISABLED": "true"}, "online"),
+        (None, {"WANDB_DISABLED": "false"}, "offline"),
+    ],
+)
+def test_config_decides_before_the_environment(config, environment, mode, monkeypatch):
+    for name in ("WANDB_MODE", "WANDB_DISABLED"):
+        monkeypatch.setenv(name, environment.get(name, ""))
+    assert resolve_mode(config) == mode
+
+
+# Which rows are logged, and until when
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1e6])
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [(1, True), (1999, True), (2001, False), (2002, True), (4002, False), (4004, True)],
+)
+def test_step_alone_decides_which_rows_are_logged(step, expected, seconds):
+    assert is_logged({"step": step, "seconds": seconds}) == expected
+
+
+def test_every_evaluation_is_logged():
+    assert is_logged({"step": 10_001, "val/loss": 1.0})
+
+
+@pytest.fixture
+def running(tmp_path, monkeypatch) -> Path:
+    """The folder of a run whose last row is incomplete. While it is waited for, the run ends."""
+
+    def finish(seconds):
+        with open(tmp_path / "metrics.jsonl", "a", encoding="utf-8") as file:
+            file.write('": 1}\n{"step": 2}\n')
+        write_files(tmp_path, **{"summary.json": {"status": "finished"}})
+
+    rows = '{"step": 0}\n{"step'
+    files = {"config.yaml": {}, "summary.json": {"status": "running"}, "metrics.jsonl": rows}
+    write_files(tmp_path, **files)
+    monkeypatch.setattr("time.sleep", finish)
+    return tmp_path
+
+
+def write_files(folder: Path, **files: str | dict) -> None:
+    """Write texts and JSON, which YAML can also read."""
+    for name, content in files.items():
+        text = content if isinstance(content, str) else json.dumps(content)
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+def test_rows_are_followed_until_the_run_has_ended(running):
+    assert [row["step"] for row in follow_rows(running, os.getppid())] == [0, 1, 2]
+
+
+def test_export_by_hand_does_not_wait_for_rows(running):
+    assert [row["step"] for row in follow_rows(running, None)] == [0]
+
+
+def test_export_ends_with_the_process_that_trains(running, monkeypatch):
+    monkeypatch.setattr("os._exit", sys.exit)
+    with pytest.raises(SystemExit):
+        list(follow_rows(running, os.getpid()))  # which is not the parent process
+
+
+# A process that fails or hangs
+
+# Packages that replace wandb, and the lines that report them.
+FAILURES = {
+    "missing": ("raise ModuleNotFoundError('wandb')", "wandb: ModuleNotFoundError('wandb')"),
+    "refusing": ("def init(**arguments): raise TimeoutError", "wandb: TimeoutError()"),
+    "ending": ("import os; os._exit(3)", "wandb did not finish (exit code 3)"),
+    "hanging": ("import time; time.sleep(1000)", "wandb did not finish (exit code -9)"),
+}
+
+
+@pytest.fixture(params=FAILURES)
+def broken_wandb(request, tmp_path_factory, monkeypatch) -> str:
+    """Replaces wandb in new processes. Returns the line that reports it."""
+    package, message = FAILURES[request.param]
+    site = tmp_path_factory.mktemp("site")
+    write_files(site, **{"wandb.py": package})
+    monkeypatch.syspath_prepend(site)
+    monkeypatch.setenv("PYTHONPATH", str(site))
+    monkeypatch.setattr(exporter, "FINISH_TIMEOUT_S", 1 if request.param == "hanging" else 60)
+    return f"{message}; the run folder has all results"
+
+
+def test_training_continues_and_one_line_says_that_wandb_failed(broken_wandb, train, capsys):
+    assert train("name=a", "wandb.mode=offline") == 0
+    assert [row["step"] for row in metrics("a")] == list(range(7))
+    assert summary("a")["status"] == "finished"
+    lines = [line for line in capsys.readouterr().out.splitlines() if "wandb" in line]
+    assert [line for line in lines if "waiting" not in line] == [broken_wandb]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broken_wandb", ["hanging"], indirect=True)
+def test_ctrl_c_while_a_finished_run_waits_for_wandb_only_ends_the_wait(broken_wandb, workdir):
+    command = [sys.executable, "-u", ROOT / "train.py", *TINY, "name=a", "wandb.mode=offline"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **pipes) as process:
+        while not process.stdout.readline().startswith("waiting for wandb"):
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate()
+    assert (process.returncode, error) == (0, "")
+
+
+# Runs that are killed and resumed. The server is the one of wandb_server.py.
+
+
+def start_training(mode: str, server: WandbServer) -> subprocess.Popen:
+    words = ["name=a", "train.steps=40", "checkpoint.every=10", "eval.every=1"]
+    command = [sys.executable, ROOT / "train.py", *TINY, *words, f"wandb.mode={mode}"]
+    environment = os.environ | server.environment
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def check_complete(run: ServerRun) -> None:
+    """Check that the server has got each row of metrics.jsonl once."""
+    expected = [(row["step"], row.get("val/loss")) for row in metrics("a")]
+    assert [(row["_step"], row.get("val/loss")) for row in run.rows] == expected
+    assert run.exit_code == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "second"), [("offline", "online"), ("online", "offline")])
+def test_killed_and_resumed_run_has_each_step_once(workdir, server, first, second):
+    process = start_training(first, server)
+    wait_for_step("a", 15, process)
+    process.kill()
+    process.communicate()
+    process = start_training(second, server)
+    printed, _ = process.communicate()
+    assert "resumed from step" in printed
+    if second == "offline":
+        assert read_offline_runs(Path("runs/a"))["a"].steps == list(range(41))
+        export(Path("runs/a"), "--mode", "online", **server.environment)
+    (run,) = server.runs.values()
+    check_complete(run)
+
+
+def test_rows_that_the_server_has_are_not_sent_again(trained, server):
+    path = Path("runs/a/metrics.jsonl")
+    rows = path.read_text(encoding="utf-8")
+    for count in (4, 7):
+        path.write_text("".join(rows.splitlines(keepends=True)[:count]), encoding="utf-8")
+        printed = export(Path("runs/a"), "--mode", "online", **server.environment)
+    (run,) = server.runs.values()
+    check_complete(run)
+    assert len(run.rows) == 7
+    url = f"{server.environment['WANDB_BASE_URL']}/me/trilgpt/runs/{summary('a')['wandb_id']}"
+    assert printed == f"wandb    {url}\n"
+
+
+def test_run_that_failed_sends_an_alert(trained, server):
+    failed = summary("a") | {"status": "failed", "error": "the loss is nan"}
+    write_files(Path("runs/a"), **{"summary.json": failed})
+    export(Path("runs/a"), "--mode", "online", **server.environment)
+    assert "the loss is nan" in str(server.alerts)
+    (run,) = server.runs.values()
+    assert run.exit_code == 1
+
+
+# Benches and comparisons
+
+PICTURE = ROOT / "docs/wandb.png"
+BENCH = """\
+backend,resolved,phase,mask,dtype,T,ms_median,error_y
+naive,naive,forward,causal,float32,128,1.5,
+flash,flash,forward,causal,float32,128,0.5,1e-07
+flash,flash,decode,window:8,float32,512,2.5,2e-07
+cudnn,,forward,causal,float32,128,,
+"""
+COMPARISON = """\
+variant,status,kernel,val_loss,val_loss_low,difference,verdict,speedup,step_ms,peak_memory_bytes
+attention=naive,2 finished,naive,1.5,1.4,,,,12.0,1048576
+attention=flash,2 finished,flash,1.5,1.4,1e-05,same up to rounding,1.2,10.0,2097152
+"""
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory) -> dict[str, OfflineRun]:
+    """The runs of a bench, by name."""
+    folder = tmp_path_factory.mktemp("bench") / "b"
+    folder.mkdir()
+    files = {
+        "attention.csv": BENCH,
+        "config.yaml": {"n_head": 2, "wandb": {}},
+        "summary.json": {"fastest": {"forward, T = 128": "flash"}, "device": "cpu"},
+    }
+    write_files(folder, **files)
+    shutil.copy(PICTURE, folder / "attention.png")
+    export(folder)
+    return read_offline_runs(folder)
+
+
+def test_bench_has_a_run_for_each_backend(bench):
+    assert bench.keys() == {"naive", "flash", "cudnn"}
+    run = bench["flash"]
+    assert (run.run["job_type"], run.run["run_group"]) == ("bench", "b")
+    assert "\nforward, T = 128: flash" in run.run["notes"]
+    assert (run.config["n_head"], run.config["device"]) == (2, "cpu")
+    assert run.config["attention"] == {"requested": "flash", "resolved": "flash"}
+
+
+def test_columns_of_a_bench_have_the_context_length_as_x_axis(bench):
+    assert bench["flash"].metrics["*"]["step_metric"] == "T"
+    first, second, _ = bench["flash"].rows
+    assert (first["T"], first["ms_median/forward_causal_float32"]) == (128, 0.5)
+    assert (second["T"], second["error_y/decode_window_8_float32"]) == (512, 2e-7)
+
+
+def test_bench_has_its_table_and_its_picture(bench):
+    assert [row[5] for row in bench["flash"].read_table("table")] == [128, 512]
+    assert bench["flash"].read_media("picture") == [PICTURE.read_bytes()]
+
+
+def test_sweep_has_its_runs_and_their_comparison(trained):
+    sweep = Path("runs/sweeps/s")
+    sweep.mkdir(parents=True)
+    Path("runs/a").rename(sweep / "seed=1")
+    write_files(sweep, **{"sweep.json": {"jobs": ["seed=1"]}, "comparison.csv": COMPARISON})
+    shutil.copy(PICTURE, sweep / "comparison.png")
+    for _ in range(2):
+        printed = export(sweep)
+    assert printed == "upload   wandb sync runs/sweeps/s/wandb\n"
+    runs = read_offline_runs(sweep)
+    assert {name: run.run["job_type"] for name, run in runs.items()} == {
+        "seed=1": "train",
+        "s comparison": "compare",
+    }
+    comparison = runs["s comparison"]
+    assert comparison.run["run_group"] == "s"
+    first, second = comparison.run["notes"].splitlines()
+    assert first.startswith("attention=naive: 2 finished; kernel naive; val loss 1.5000; step, ms")
+    assert second.startswith("attention=flash: same up to rounding; kernel flash; val loss 1.5000")
+    assert second.endswith("speedup 1.20; step, ms 10.0; memory 2 MiB")
+    assert comparison.summary["step_ms/attention_flash"] == 10
+    assert comparison.summary["verdict/attention_flash"] == "same up to rounding"
+    assert len(comparison.read_table("table")) == 2
+    assert comparison.read_media("picture") == [PICTURE.read_bytes()]
+
+
+def test_output_of_compare_is_a_run_of_its_own(workdir):
+    write_files(workdir, **{"comparison.csv": COMPARISON})
+    shutil.copy(PICTURE, "comparison.png")
+    export(workdir)
+    assert len(read_offline_runs(workdir)) == 1
