@@ -25,15 +25,14 @@ from rich.table import Table
 
 from common.console import PlainConsole, make_table, print_text
 from common.errors import UserError
-from common.files import atomic_write
+from common.files import atomic_write, check_output
 from common.process import run_process
 from configs.schema import EvalScriptConfig
 from data.readers import iter_documents
 from data.sources import resolve_sources
 from data.tokenizer import Tokenizer
-from generation.load import load_for_sampling
+from generation.load import load_for_inference
 from generation.perplexity import score_documents
-from generation.prompts import check_output
 from model.gpt import GPT
 
 MAX_TABLE_ROWS = 20  # documents in the printed table; out=FILE.jsonl has all
@@ -59,7 +58,7 @@ def score_data(config: EvalScriptConfig) -> list[dict[str, Any]]:
     sources = resolve_sources(config.data)
     model, tokenizer = load_model(config)
     sizes = [source.text_bytes for source in sources]
-    total_bytes = None if None in sizes else sum(sizes)  # for the progress bar
+    total_bytes = None if None in sizes else sum(sizes)
     documents = iter_documents(sources)
     return score_documents(model, tokenizer, documents, config.batch_size, total_bytes)
 
@@ -77,15 +76,9 @@ def score_tasks(config: EvalScriptConfig, tasks: list[str]) -> list[dict[str, An
 
 def load_model(config: EvalScriptConfig) -> tuple[GPT, Tokenizer]:
     """Load the model and its tokenizer, and print what was loaded."""
-    model, tokenizer, summary = load_for_sampling(
-        config.run,
-        config.checkpoint,
-        config.device,
-        config.dtype,
-        config.attention,
-        config.batch_size,
-    )
-    print_text(summary, stderr=True)
+    # scoring decodes nothing, and tasks generate one sample at a time
+    model, tokenizer, _, description = load_for_inference(config, decodes_batches=False)
+    print_text(description, stderr=True)
     return model, tokenizer
 
 

@@ -37,40 +37,32 @@ from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 
-from common.console import ProgressBar, print_text
-from common.files import atomic_write
+from common.console import ProgressBar, print_text, show
+from common.files import atomic_write, check_output
 from common.process import run_process
 from common.settings import unescape
 from configs.schema import SampleConfig
-from generation.attention_plots import draw_attention_maps
+from generation.attention_maps import draw_attention_maps
 from generation.engine import TextChunk, generate, in_prompt_order
-from generation.load import find_pretrained_folder, load_for_sampling
-from generation.prompts import (
-    check_output,
-    continue_typed_lines,
-    encode_prompts,
-    load_prompts,
-    show,
-)
+from generation.load import load_for_inference
+from generation.prompts import continue_typed_lines, encode_prompts, load_prompts
 
 Samples = Iterator[tuple[int, Iterator[TextChunk]]]  # index and chunks of each sample
 
 
 def main(config: SampleConfig) -> int:
-    config = replace(config, stop=unescape(config.stop))
     prompts = load_prompts(config.prompt, config.prompt_file, config.prompts)
     check_output(config.out)
     batch_size = min(config.batch_size, len(prompts) * config.num_samples)
-    model, tokenizer, summary = load_for_sampling(
-        config.run, config.checkpoint, config.device, config.dtype, config.attention, batch_size
-    )
-    print_text(f"{summary}, seed {config.seed}", stderr=True)
+    config = replace(config, stop=unescape(config.stop), batch_size=batch_size)
+    model, tokenizer, path, description = load_for_inference(config, batch_size > 1)
+    print_text(f"{description}, seed {config.seed}", stderr=True)
     if config.interactive:
         continue_typed_lines(model, tokenizer, config, config.seed)
         return 0
     if config.attention_map:
-        folder = find_pretrained_folder(config.run) / "attention"
-        draw_attention_maps(model, tokenizer, prompts[0], folder)
+        run = path.parents[1] if path.parent.name == "checkpoints" else path.parent
+        draw_attention_maps(model, tokenizer, prompts[0], run / "attention")
         return 0
     requests = encode_prompts(tokenizer, prompts, config.prompts, config.num_samples, config.seed)
     chunks = generate(model, tokenizer, requests, config, batch_size)

@@ -35,7 +35,6 @@ from model.attention import (
     naive,
     resolve,
 )
-from model.attention.linear import linear_attention_state, linear_attention_step
 from training.runtime import configure_backends
 from training.speed import synchronize, time_calls
 
@@ -166,8 +165,6 @@ def make_call(case: dict, seed: int) -> Callable[[], tuple[Tensor, ...]]:
     """
     inputs, masks = make_inputs(case, seed)
     attend = partial(get_attention_fn(all_variants()[case["backend"]]), **masks)
-    if case["backend"] == "linear" and case["phase"] == "decode":
-        attend = _linear_decoder(*inputs[1:3])
     has_backward = make_request(case).grad
     count = 1 + min(MAX_CALLS, INPUT_BYTES // sum(tensor.nbytes for tensor in inputs))
     copies = [[x.clone().requires_grad_(has_backward) for x in inputs] for _ in range(count)]
@@ -181,16 +178,6 @@ def make_call(case: dict, seed: int) -> Callable[[], tuple[Tensor, ...]]:
         return (y, *torch.autograd.grad(y, (q, k, v), dy))
 
     return call
-
-
-def _linear_decoder(k: Tensor, v: Tensor) -> Callable[..., Tensor]:
-    """Linear attention decodes with a state of all keys but the last, instead of a KV cache."""
-    state = linear_attention_state(k, v, lengths=torch.tensor(k.shape[1] - 1))
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return linear_attention_step(state, q, k[:, -1:], v[:, -1:])
-
-    return attend
 
 
 def measure(

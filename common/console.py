@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import textwrap
 import time
 from datetime import timedelta
@@ -67,6 +68,13 @@ class PlainConsole(Console):
 def print_text(text: str, stderr: bool = False) -> None:
     """Print lines of text. On a terminal, long lines are broken between words."""
     PlainConsole(stderr).print_text(text)
+
+
+def show(text: str) -> None:
+    """Print text immediately, without a newline. On a terminal, control characters are replaced."""
+    if sys.stdout.isatty():
+        text = printable(text)
+    print(text, end="", flush=True)
 
 
 def make_table(*columns: str, left: int = 1, header: bool = True) -> Table:

@@ -57,6 +57,14 @@ def atomic_write(path: Path, content: bytes | str) -> None:
         file.write(content)
 
 
+def check_output(out: str | None) -> None:
+    """Raise UserError if the file `out` exists, or if its folder does not exist."""
+    if out is not None and (Path(out).exists() or not Path(out).parent.is_dir()):
+        raise UserError(
+            f"out={out} exists, or its folder does not; set a new file in a folder that exists"
+        )
+
+
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """Context manager: an empty folder that becomes `path` on success.

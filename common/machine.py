@@ -74,6 +74,11 @@ def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager
     return torch.autocast(device.type, dtype=dtype)
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype in settings, such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
 def device_name(device: torch.device) -> str:
     """The name of the GPU, or the name of the processor and its number of cores."""
     if device.type == "cuda":

@@ -76,16 +76,21 @@ def _check_value(
         pattern = re.sub(r"\bNAME\b", ".+", pattern)
         pattern = re.sub(r"\bN\b", "[0-9]+", pattern)
         if not re.fullmatch(pattern, str(value)):
-            hint = did_you_mean(str(value), choices, VALUE_SYNONYMS)
-            raise UserError(
-                f"{key}={format_value(value)} is unknown{hint}; set one of {', '.join(choices)}"
-            )
+            raise unknown_value(key, value, choices)
     elif isinstance(value, int | float) and not (low <= value <= high and above < value < below):
         bounds = {"at least": low, "above": above, "at most": high, "below": below}
         words = [f"{word} {bound:,.15g}" for word, bound in bounds.items() if abs(bound) != inf]
         if not abs(value) < inf:  # infinite or nan
             words.append("finite")
         raise UserError(f"{key}={format_value(value)} must be {' and '.join(words)}")
+
+
+def unknown_value(key: str, value: Any, choices: Iterable[str]) -> UserError:
+    """Error for a value that is none of the choices, with a suggestion for a typo."""
+    hint = did_you_mean(str(value), choices, VALUE_SYNONYMS)
+    return UserError(
+        f"{key}={format_value(value)} is unknown{hint}; set one of {', '.join(choices)}"
+    )
 
 
 def format_value(value: Any) -> str:

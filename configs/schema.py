@@ -13,29 +13,8 @@ from attention_bench.config import BenchConfig
 from common.errors import UserError
 from common.settings import Rule, list_keys, setting
 from data.config import DataConfig, PrepareConfig
-from generation.config import SamplingConfig
-from model import AttentionConfig
+from generation.config import CheckpointChoice, LoadConfig, SamplingConfig
 from training.config import OPTIMIZER_CONFIGS, RunConfig
-
-
-@dataclass
-class CheckpointChoice:
-    """The checkpoint that a script reads."""
-
-    run: str = "last"  # name or path of a run; last: the newest run with a checkpoint
-    checkpoint: str = setting("best", choices=("best", "last", "step-N"))
-
-
-@dataclass
-class LoadConfig(CheckpointChoice):
-    """The checkpoint, where it runs, and how."""
-
-    # samples, windows of documents or requests that are computed together
-    batch_size: int = setting(32, 1, 10**6)
-    device: str = setting("auto", choices=("auto", "cpu", "cuda", "mps"))
-    # int8: on CPUs only
-    dtype: str = setting("auto", choices=("auto", "float32", "bfloat16", "float16", "int8"))
-    attention: AttentionConfig = field(default_factory=AttentionConfig)
 
 
 @dataclass

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
+from common.settings import unknown_value
 from data.config import DataConfig
 
 CSV_DELIMITERS = {".csv": ",", ".tsv": "\t"}
@@ -147,9 +148,7 @@ def resolve_sources(config: DataConfig) -> list[Source]:
     for name, part in configs.items():
         section = f"data.mix.{name}" if config.mix else "data"
         if part.source not in SOURCES:
-            raise UserError(
-                f"{section}.source={part.source} is unknown; set one of {', '.join(SOURCES)}"
-            )
+            raise unknown_value(f"{section}.source", part.source, SOURCES)
         if part.path is not None:
             files = find_files(part.path, f"{section}.path")
         else:

@@ -1,12 +1,33 @@
-"""Sampling settings and their limits.
+"""Settings of loading a model and of sampling, and their limits.
 
 This module does not import torch, so that errors on the command line are reported immediately.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from common.settings import Rule, setting
+from model import AttentionConfig
+
+
+@dataclass
+class CheckpointChoice:
+    """The checkpoint that a script reads."""
+
+    run: str = "last"  # name or path of a run; last: the newest run with a checkpoint
+    checkpoint: str = setting("best", choices=("best", "last", "step-N"))
+
+
+@dataclass
+class LoadConfig(CheckpointChoice):
+    """The checkpoint, where it runs, and how."""
+
+    # samples, windows of documents or requests that are computed together
+    batch_size: int = setting(32, 1, 10**6)
+    device: str = setting("auto", choices=("auto", "cpu", "cuda", "mps"))
+    # int8: on CPUs only
+    dtype: str = setting("auto", choices=("auto", "float32", "bfloat16", "float16", "int8"))
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
 
 
 @dataclass

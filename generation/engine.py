@@ -17,9 +17,8 @@ from common.errors import UserError
 from common.settings import check
 from data.tokenizer import Tokenizer, end_of_text
 from generation.config import SamplingConfig
-from generation.detokenizer import IncrementalDetokenizer
 from generation.kv_cache import KVCache
-from generation.sampling import sample_next_token
+from generation.sampling import IncrementalDetokenizer, sample_next_token
 from model.gpt import GPT
 
 
@@ -146,8 +145,6 @@ def generate(
     the generator ends.
     """
     if sampling.max_new_tokens == 0:
-        for index in range(len(prompts)):
-            yield TextChunk(index, "", 0, "length")
         return
     longest_prompt = max((len(prompt.tokens) for prompt in prompts), default=0)
     max_length = longest_prompt + sampling.max_new_tokens

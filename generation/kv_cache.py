@@ -5,27 +5,23 @@ Who calls what:
 1. The engine calls KVCache.prefill with new prompts, then KVCache.decode_step once per new token.
 2. Both set `KVCache.step` to a PrefillStep or DecodeStep, and call
    model.backbone(kv_cache=cache).
-3. In each layer, CausalSelfAttention calls KVCache.store_and_attend with the new queries, keys and
-   values. With a key offset, it calls KVCache.shift_keys before.
+3. In each layer, CausalSelfAttention calls KVCache.update with the new keys and values, and attends
+   to the keys and values that it returns. With a key offset, it calls KVCache.shift_keys before.
 
 The cache of a layer is a ring buffer. Its size is the layer's window, or block_size. Position p is
 in slot p % size, so a new token replaces the token that leaves the window. Therefore decoding needs
 no window mask, and a sample with rotary positions can be longer than block_size. Keys are stored
-after their rotation, so attention does not depend on the order of the slots. A layer with linear
-attention has a state of constant size instead (LinearAttentionState).
+after their rotation, so attention does not depend on the order of the slots.
 
-B sequences (rows), T tokens, S slots, H query heads, G key/value heads, D head dimension.
+B sequences (rows), T tokens, S slots, G key/value heads, D head dimension.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from model.attention.linear import linear_attention_state, linear_attention_step
-from model.attention.positions import previous_in_document
-from model.config import GPTConfig
 from model.gpt import GPT
 
 
@@ -48,14 +44,18 @@ class DecodeStep:
 
 
 class LayerKVCache:
-    """Ring buffer of one layer's keys and values, (num_rows, G, size, D) each."""
+    """Ring buffer of one layer's keys and values, with one row per sequence.
+
+    The first prefill allocates the tensors, with the dtype and the device of its arguments.
+    """
 
     def __init__(self, num_rows: int, size: int):
         self.num_rows = num_rows
         self.size = size
-        # write_prompts allocates these tensors, with the dtype and the device of its arguments.
-        self.k = torch.empty(0)
-        self.v = torch.empty(0)
+        self.k = torch.empty(num_rows, 0)  # (num_rows, G, size, D)
+        self.v = torch.empty(num_rows, 0)
+        # (num_rows, 1, G, ...): the newest key of each row, for a key offset
+        self.last_key = torch.empty(num_rows, 0)
 
     def write_prompts(self, k: Tensor, v: Tensor, step: PrefillStep) -> None:
         """Store the last `size` keys and values of each prompt: k and v (B, T, G, D)."""
@@ -77,13 +77,10 @@ class LayerKVCache:
         self.k[rows, :, :S] = k[batch, positions].transpose(1, 2)  # (B, G, S, D)
         self.v[rows, :, :S] = v[batch, positions].transpose(1, 2)
 
-    def store_and_attend_token(
-        self, attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, step: DecodeStep
-    ) -> Tensor:
-        """Store one new token of each row, and attend to all stored tokens of the row.
-
-        q (B, 1, H, D), k and v (B, 1, G, D) -> y (B, 1, H, D)
-        """
+    def append(
+        self, k: Tensor, v: Tensor, step: DecodeStep
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Store one new token of each row: k and v (B, 1, G, D). Returns as KVCache.update."""
         B = len(k)
         if step.shared_position is not None:
             slot = step.shared_position % self.size
@@ -95,43 +92,34 @@ class LayerKVCache:
             slots = step.positions % self.size
             self.k[row_ids, :, slots] = k[:, 0]  # (B, G, D): one slot of each row
             self.v[row_ids, :, slots] = v[:, 0]
-            # The last slot that a row attends to: the last of all if its buffer is full
+            # Mask the empty slots of a row. A full buffer has none.
             last_slots = step.positions.clamp(max=self.size - 1).unsqueeze(1)  # (B, 1)
         S = min(step.max_tokens, self.size)
         keys = self.k[:B, :, :S].transpose(1, 2)  # (B, S, G, D)
         values = self.v[:B, :, :S].transpose(1, 2)
-        # To `attend`, a slot is the position of its key. S is at most the window, which masks none.
-        return attend(q, keys, values, positions=last_slots)
+        return keys, values, last_slots
+
+    def shift_keys(self, k: Tensor, step: PrefillStep | DecodeStep) -> Tensor:
+        """Shift keys by one token, and store the newest key of each row: see KVCache.shift_keys."""
+        B = len(k)
+        if isinstance(step, DecodeStep):
+            previous = self.last_key[:B].clone()
+            self.last_key[:B] = k
+            return previous
+        k = F.pad(k, (0, 0, 0, 0, 1, 0))  # (B, T + 1, G, ...): before the first token, it is zero
+        if self.last_key.numel() == 0:
+            self.last_key = k.new_zeros(self.num_rows, 1, *k.shape[2:])
+        batch = torch.arange(B, device=k.device).unsqueeze(1)
+        self.last_key[step.first_row : step.first_row + B] = k[batch, step.lengths]
+        return k[:, :-1]
 
     def copy_row(self, source: int, target: int) -> None:
-        self.k[target] = self.k[source]
-        self.v[target] = self.v[source]
-
-
-class LinearAttentionState:
-    """State of one layer with linear attention, (num_rows, G, D, D + 1). See LayerKVCache."""
-
-    def __init__(self, num_rows: int):
-        self.num_rows = num_rows
-        self.state = torch.empty(0)
-
-    def write_prompts(self, k: Tensor, v: Tensor, step: PrefillStep) -> None:
-        states = linear_attention_state(k, v, step.lengths)  # (B, G, D, D + 1)
-        if self.state.numel() == 0:
-            self.state = states.new_zeros(self.num_rows, *states.shape[1:])
-        self.state[step.first_row : step.first_row + len(states)] = states
-
-    def store_and_attend_token(
-        self, attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, step: DecodeStep
-    ) -> Tensor:
-        return linear_attention_step(self.state[: len(k)], q, k, v)  # updates the state in place
-
-    def copy_row(self, source: int, target: int) -> None:
-        self.state[target] = self.state[source]
+        for tensor in (self.k, self.v, self.last_key):
+            tensor[target] = tensor[source]
 
 
 class KVCache:
-    """The caches of all layers, with one row per sequence. It is the model's argument `kv_cache`.
+    """The caches of all layers. It is the model's argument `kv_cache`.
 
     num_rows: largest number of sequences that are decoded together.
     max_length: tokens of the longest sequence. No layer has more slots.
@@ -142,18 +130,13 @@ class KVCache:
     previous_tokens: Tensor | None
 
     def __init__(self, model: GPT, num_rows: int, max_length: int):
-        config = model.config
         self.model = model
         self.device = model.wte.weight.device
-        self.num_rows = num_rows
-        self.states: dict[str, Tensor] = {}  # by name, (num_rows, 1, ...): see store_state
-        self.layers: list[LayerKVCache | LinearAttentionState] = []
-        for attention_type, window in zip(config.attention_types, config.windows, strict=True):
-            if attention_type == "linear":
-                self.layers.append(LinearAttentionState(num_rows))
-            else:
-                size = min(window or config.block_size, max_length)
-                self.layers.append(LayerKVCache(num_rows, size))
+        block_size = model.config.block_size
+        self.layers = [
+            LayerKVCache(num_rows, min(window or block_size, max_length))
+            for window in model.config.windows
+        ]
 
     def prefill(self, first_row: int, prompts: list[list[int]]) -> None:
         """Store the keys and values of prompts, from row `first_row` on.
@@ -185,67 +168,27 @@ class KVCache:
         x = self.model.backbone(new_tokens, positions=position_ids.unsqueeze(1), kv_cache=self)
         return x[:, 0]
 
-    def store_and_attend(
-        self, layer: int, attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor
-    ) -> Tensor:
-        """Store the keys and values of new tokens in a layer's cache, and attend to stored tokens.
+    def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Store a layer's keys and values of new tokens: k and v (B, T, G, D).
 
-        q (B, T, H, D), k and v (B, T, G, D) -> y (B, T, H, D)
+        Returns the keys and values that the new tokens attend to, and the `positions` for attend.
+        The position of a key is its slot. There are at most as many slots as keys in the window, so
+        the window masks none.
         """
         cache = self.layers[layer]
-        if isinstance(self.step, PrefillStep):
-            cache.write_prompts(k, v, self.step)
-            return attend(q, k, v)
-        return cache.store_and_attend_token(attend, q, k, v, self.step)
+        if isinstance(self.step, DecodeStep):
+            return cache.append(k, v, self.step)
+        cache.write_prompts(k, v, self.step)
+        return k, v, None
 
     def shift_keys(self, layer: int, k: Tensor) -> Tensor:
-        """Shift a layer's keys by one token, and store the last key of each row.
+        """The key of the token before each new one: k (B, T, G, ...), some channels of the keys.
 
-        k: some channels of the keys, (B, T, G, ...). Before the first token, they are zero.
+        Before the first token, it is zero.
         """
-        name = f"key {layer}"
-        if isinstance(self.step, DecodeStep):
-            previous = self.states[name][: len(k)].clone()
-        else:
-            previous = previous_in_document(k, doc_ids=None)
-        self.store_state(name, k)
-        return previous
-
-    def store_state(self, name: str, x: Tensor) -> None:
-        """Store x (B, T, ...) of each row's last token for the next decode step.
-
-        After an empty prompt, the state is zero.
-        """
-        if isinstance(self.step, DecodeStep):
-            self.states[name][: len(x)] = x
-            return
-        zeros = torch.zeros_like(x[:, :1])
-        if name not in self.states:
-            self.states[name] = zeros.new_zeros(self.num_rows, *zeros.shape[1:])
-        row_ids = torch.arange(len(x), device=x.device).unsqueeze(1)
-        last = torch.cat((zeros, x), dim=1)[row_ids, self.step.lengths]
-        self.states[name][self.step.first_row :][: len(x)] = last
+        return self.layers[layer].shift_keys(k, self.step)
 
     def copy_row(self, source: int, target: int) -> None:
         """Copy a sequence to another row."""
         for cache in self.layers:
             cache.copy_row(source, target)
-        for state in self.states.values():
-            state[target] = state[source]
-
-
-def kv_cache_bytes_per_token(config: GPTConfig, dtype: torch.dtype) -> float:
-    """Size of the KV cache of block_size tokens, divided by block_size.
-
-    dtype: of keys and values. States of linear attention are float32. The half of a key that a
-        key offset stores per layer is not counted.
-    """
-    G = config.kv_heads
-    D = config.head_dim
-    total = 0
-    for attention_type, window in zip(config.attention_types, config.windows, strict=True):
-        if attention_type == "linear":
-            total += G * D * (D + 1) * torch.float32.itemsize
-        else:
-            total += 2 * G * D * (window or config.block_size) * dtype.itemsize
-    return total / config.block_size

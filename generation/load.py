@@ -14,21 +14,15 @@ import torch
 from torch import Tensor
 
 from common.checkpoint_file import load_checkpoint
-from common.machine import resolve_device, resolve_dtype
-from common.run_paths import find_checkpoint, find_run
+from common.machine import dtype_name, resolve_device, resolve_dtype
+from common.run_paths import find_checkpoint
 from data.tokenizer import Tokenizer, from_spec
+from generation.config import LoadConfig
 from generation.cpu_linear import replace_linears
 from huggingface.folder import find_folder, read_folder
-from model import AttentionConfig, GPTConfig
-from model.attention import resolve_model
+from model import GPTConfig
+from model.attention import resolve_model, sdpa
 from model.gpt import GPT
-
-
-def find_pretrained_folder(run: str) -> Path:
-    """Find the folder of a run or of a transformers model."""
-    if run.startswith("hf:"):
-        return find_folder(run.removeprefix("hf:"))
-    return find_run(run)
 
 
 def load_pretrained(run: str, checkpoint: str = "best") -> tuple[Path, dict[str, Any]]:
@@ -37,7 +31,7 @@ def load_pretrained(run: str, checkpoint: str = "best") -> tuple[Path, dict[str,
     A transformers model has only the keys model_config, vocab_size, tokenizer and model.
     """
     if run.startswith("hf:"):
-        folder = find_pretrained_folder(run)
+        folder = find_folder(run.removeprefix("hf:"))
         return folder / "model.safetensors", read_folder(folder)
     path = find_checkpoint(run, checkpoint)
     return path, load_checkpoint(path)
@@ -46,12 +40,12 @@ def load_pretrained(run: str, checkpoint: str = "best") -> tuple[Path, dict[str,
 def model_from_weights(
     config: GPTConfig,
     vocab_size: int,
-    attend: Callable[..., Tensor] | None,
+    attend: Callable[..., Tensor],
     weights: Mapping[str, Tensor],
 ) -> GPT:
     """Build a model whose parameters are the tensors of a state_dict, without a copy of them.
 
-    attend: attention function (model/attention/); None: sdpa.
+    attend: attention function (model/attention/).
     """
     with torch.device("meta"):
         model = GPT(config, vocab_size, attend)
@@ -64,12 +58,12 @@ def load_run(
     run: str = "last",
     checkpoint: str = "best",
     device: str = "cpu",
-    attend: Callable[..., Tensor] | None = None,
+    attend: Callable[..., Tensor] = sdpa,
 ) -> tuple[GPT, Tokenizer]:
     """Load a model and its tokenizer for use in Python.
 
     The model is in eval mode and in float32. It can be trained.
-    attend: attention function (model/attention/); None: sdpa.
+    attend: attention function (model/attention/).
     """
     _, saved = load_pretrained(run, checkpoint)
     config = GPTConfig.from_saved(saved["model_config"])
@@ -77,33 +71,28 @@ def load_run(
     return model.to(device).eval(), from_spec(saved["tokenizer"])
 
 
-def load_for_sampling(
-    run: str,
-    checkpoint: str,
-    device: str,
-    dtype: str,
-    attention: AttentionConfig,
-    batch_size: int,
-) -> tuple[GPT, Tokenizer, str]:
-    """Load a model that decodes batch_size sequences fast, and cannot be trained.
+def load_for_inference(
+    config: LoadConfig, decodes_batches: bool
+) -> tuple[GPT, Tokenizer, Path, str]:
+    """Load a model that decodes and scores fast, and cannot be trained.
 
-    device, dtype: the settings, as for resolve_device and resolve_dtype.
-    Returns (model, tokenizer, description).
+    decodes_batches: whether samples of different lengths are decoded together.
+    Returns (model, tokenizer, path of the weights, description).
     Raises UserError if the attention backend or the dtype cannot run on this device.
     """
-    torch_device = resolve_device(device)
-    weight_dtype = resolve_dtype(dtype, torch_device, trains=False)
-    path, saved = load_pretrained(run, checkpoint)
-    config = GPTConfig.from_saved(saved["model_config"])
-    activation_dtype = torch.float32 if torch_device.type == "cpu" else weight_dtype
-    request = {"B": batch_size, "dtype": activation_dtype, "device": torch_device, "grad": False}
-    attend, kernel = resolve_model(attention, config, **request)  # for prompts
-    # A decode step has one query, and positions because the samples of a batch differ in length.
-    resolve_model(attention, config, Tq=1, positions=batch_size > 1, **request)
-    model = model_from_weights(config, saved["vocab_size"], attend, saved["model"])
-    model = model.requires_grad_(False).to(torch_device).eval()
-    model = replace_linears(model, weight_dtype, batch_size)
+    device = resolve_device(config.device)
+    weight_dtype = resolve_dtype(config.dtype, device, trains=False)
+    path, saved = load_pretrained(config.run, config.checkpoint)
+    model_config = GPTConfig.from_saved(saved["model_config"])
+    dtype = torch.float32 if device.type == "cpu" else weight_dtype  # of activations
+    options = {"B": config.batch_size, "dtype": dtype, "device": device, "grad": False}
+    attend, kernel = resolve_model(config.attention, model_config, **options)  # for prompts
+    # A decode step has one query per sample, and positions if the samples differ in length.
+    resolve_model(config.attention, model_config, Tq=1, positions=decodes_batches, **options)
+    model = model_from_weights(model_config, saved["vocab_size"], attend, saved["model"])
+    model = model.requires_grad_(False).to(device).eval()
+    model = replace_linears(model, weight_dtype, config.batch_size)
     step = f", step {saved['step']:,}" if "step" in saved else ""
-    dtype_name = str(weight_dtype).removeprefix("torch.")
-    description = f"{path}{step}, {torch_device.type} {dtype_name}, attention {kernel}"
-    return model, from_spec(saved["tokenizer"]), description
+    name = dtype_name(weight_dtype)
+    description = f"{path}{step}, {device.type} {name}, attention {kernel}"
+    return model, from_spec(saved["tokenizer"]), path, description

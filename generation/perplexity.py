@@ -1,10 +1,10 @@
-"""Loss, perplexity and bits per byte of documents, which may be longer than the memory.
+"""Loss, perplexity and bits per byte of texts.
 
-Long documents are scored in windows of block_size tokens. Each document is scored after the token
-with which samples begin (Tokenizer.start_token), so that all of its tokens count.
+Long texts are scored in windows of block_size tokens. Each document is scored after the token with
+which samples begin (Tokenizer.start_token), so that all of its tokens count.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import exp, log
@@ -23,63 +23,50 @@ from model.gpt import GPT
 SORTED_BATCHES = 64  # the windows of this number of batches are in memory, sorted by length
 BEGINNING_CHARS = 20  # of a document, in the table
 
+# token ids, and the number of targets, which are the last ones
+Text = tuple[Sequence[int] | np.ndarray, int]
+
 
 class Window(NamedTuple):
-    """Tokens of the text with the number `text`. The last `num_targets` of them are scored."""
+    """Tokens of text number `index`. The last `num_targets` of them are scored."""
 
-    text: int
+    index: int
     tokens: np.ndarray
     num_targets: int
 
 
-class Score(NamedTuple):
-    """Summed cross entropy of scored tokens in nats, and whether greedy decoding generates them."""
+@dataclass
+class Score:
+    """Sums over the targets of a text."""
 
-    nats: float
-    is_greedy: bool
+    tokens: int = 0
+    bytes: int = 0
+    nats: float = 0.0  # cross entropy
+    is_greedy: bool = True  # whether greedy decoding generates all of them
 
 
-def cut_into_windows(
-    text: int, parts: Iterable[tuple[np.ndarray, bool]], block_size: int
-) -> Iterator[Window]:
+def cut_into_windows(index: int, text: Text, block_size: int) -> Iterator[Window]:
     """Yield windows of up to block_size + 1 tokens that score each target of a text once.
 
     The last window may overlap the one before.
-
-    text: its number.
-    parts: its token ids, and whether these are targets. Parts that are not come first, with at
-        least one token.
     """
-    tokens = np.empty(0, np.int64)
-    first_target = 0  # index in `tokens`
-    start = 0  # index in `tokens` of the first token of the next window
-    for ids, is_target in parts:
-        tokens = np.concatenate([tokens, ids])
-        if not is_target:
-            first_target += len(ids)
-        while len(tokens) > start + block_size:
-            end = start + block_size
-            num_targets = end - max(start, first_target - 1)
-            if num_targets > 0:
-                yield Window(text, tokens[start : end + 1], num_targets)
-            start = end
-        num_read = max(0, start - block_size)  # the last window may need the tokens after these
-        tokens = tokens[num_read:]
-        start -= num_read
-        first_target -= num_read
-    end = len(tokens) - 1
-    num_targets = end - max(start, first_target - 1)
-    if num_targets > 0:
-        yield Window(text, tokens[max(0, end - block_size) :], num_targets)
+    tokens = np.asarray(text[0], np.int64)
+    last = len(tokens) - 1
+    for start in range(0, last, block_size):
+        end = min(start + block_size, last)
+        num_new = min(end - start, text[1] - (last - end))
+        if num_new > 0:
+            yield Window(index, tokens[max(0, end - block_size) : end + 1], num_new)
 
 
 @torch.no_grad()
 def score_windows(
     model: GPT, windows: Iterable[Window], batch_size: int
-) -> Iterator[tuple[Window, Score]]:
-    """Yield windows with their scores.
+) -> Iterator[tuple[Window, float, bool]]:
+    """Yield each window, its cross entropy in nats, and whether greedy decoding gives its targets.
 
-    Windows of similar length are scored together, which needs little padding.
+    The cross entropy is summed over the targets. Windows of similar length are scored together,
+    which needs little padding.
     """
     device = model.wte.weight.device
     windows = iter(windows)
@@ -98,54 +85,39 @@ def score_windows(
                 targets = torch.from_numpy(window.tokens[-window.num_targets :]).to(device)
                 logits = model.logits(x[end - window.num_targets : end]).float()  # (targets, V)
                 nats = F.cross_entropy(logits, targets, reduction="sum").item()
-                yield window, Score(nats, bool((logits.argmax(-1) == targets).all()))
+                yield window, nats, bool((logits.argmax(-1) == targets).all())
 
 
-def score_texts(model: GPT, texts: list[tuple[list[int], int]], batch_size: int) -> list[Score]:
-    """Score texts.
+def score_texts(
+    model: GPT,
+    tokenizer: Tokenizer,
+    texts: Iterable[Text],
+    batch_size: int,
+    total_bytes: int | None = None,
+) -> tuple[list[Score], Score]:
+    """Score texts, and return the score of each, and their sum.
 
-    texts: the token ids of each, and the index of its first target, which is 1 or more.
+    total_bytes: approximate size of all targets, for the progress bar.
     """
-    windows: list[Window] = []
-    for number, (tokens, first_target) in enumerate(texts):
-        ids = np.array(tokens, np.int64)
-        parts = [(ids[:first_target], False), (ids[first_target:], True)]
-        windows += cut_into_windows(number, parts, model.config.block_size)
-    scores = [Score(0.0, True)] * len(texts)
-    with ProgressBar(len(windows), stderr=True) as bar:
-        for done, (window, score) in enumerate(score_windows(model, windows, batch_size), start=1):
-            nats, is_greedy = scores[window.text]
-            scores[window.text] = Score(nats + score.nats, is_greedy and score.is_greedy)
-            bar.show(done, f"{done:,} of {len(windows):,} windows")
-    return scores
+    scores: list[Score] = []
+    total = Score()
+    bytes_of_token = token_bytes(tokenizer)
 
+    def iter_windows() -> Iterator[Window]:
+        for index, text in enumerate(texts):
+            scores.append(Score())
+            yield from cut_into_windows(index, text, model.config.block_size)
 
-@dataclass
-class DocumentScore:
-    """Figures of a document. beginning: of its text, as a label."""
-
-    beginning: str = ""
-    tokens: int = 0
-    bytes: int = 0
-    nats: float = 0.0
-
-    def row(self, document: int | str) -> dict[str, Any]:
-        """A row of the table. The loss is in nats per token."""
-        label = " ".join(self.beginning.split())
-        if len(label) > BEGINNING_CHARS:
-            label = label[: BEGINNING_CHARS - 1] + "…"
-        loss = self.nats / self.tokens if self.tokens else None
-        return {
-            "document": document,
-            "beginning": label,
-            "tokens": self.tokens,
-            "bytes": self.bytes,
-            "loss": loss,
-            "perplexity": None
-            if loss is None
-            else exp(min(loss, 700.0)),  # exp of more than 709 overflows
-            "bits_per_byte": self.nats / log(2) / self.bytes if self.bytes else None,
-        }
+    with ProgressBar(total_bytes, stderr=True) as bar:
+        for window, nats, is_greedy in score_windows(model, iter_windows(), batch_size):
+            num_bytes = int(bytes_of_token[window.tokens[-window.num_targets :]].sum())
+            for score in (scores[window.index], total):
+                score.tokens += window.num_targets
+                score.bytes += num_bytes
+                score.nats += nats
+                score.is_greedy &= is_greedy
+            bar.show(total.bytes, f"{total.bytes:,} bytes of {pluralize(len(scores), 'text')}")
+    return scores, total
 
 
 def score_documents(
@@ -153,50 +125,45 @@ def score_documents(
     tokenizer: Tokenizer,
     documents: Iterable[Iterable[Piece]],
     batch_size: int,
-    text_bytes: int | None,
+    total_bytes: int | None = None,
 ) -> list[dict[str, Any]]:
     """Score documents. Returns a row of figures for each document, and one for all.
 
     documents: the pieces of each document. Prompts are inputs, and not scored.
-    text_bytes: approximate size of all documents, for the progress bar.
+    total_bytes: see score_texts.
     Raises UserError if a character has no token.
     """
-    scores: list[DocumentScore] = []
-    total = DocumentScore()
-    bytes_of_token = token_bytes(tokenizer)
-    windows = _iter_windows(documents, scores, tokenizer, model.config.block_size)
-    with ProgressBar(text_bytes, stderr=True) as bar:
-        for window, score in score_windows(model, windows, batch_size):
-            num_bytes = int(bytes_of_token[window.tokens[-window.num_targets :]].sum())
-            for sums in (scores[window.text], total):
-                sums.tokens += window.num_targets
-                sums.bytes += num_bytes
-                sums.nats += score.nats
-            bar.show(total.bytes, f"{total.bytes:,} bytes of {pluralize(len(scores), 'document')}")
-    return [*(score.row(number) for number, score in enumerate(scores, start=1)), total.row("all")]
+    beginnings: list[str] = []
+
+    def iter_texts() -> Iterator[Text]:
+        for number, document in enumerate(documents, start=1):
+            beginning = ""
+            parts = [np.array([tokenizer.start_token])]
+            num_targets = 0
+            for piece in document:
+                beginning += piece.text[:80]
+                parts.append(encode(tokenizer, piece.text, f"document {number}"))
+                if not piece.is_prompt:
+                    num_targets += len(parts[-1])
+            beginnings.append(beginning[:80])
+            yield np.concatenate(parts), num_targets
+
+    scores, total = score_texts(model, tokenizer, iter_texts(), batch_size, total_bytes)
+    rows = []
+    for number, (beginning, score) in enumerate(zip(beginnings, scores, strict=True), start=1):
+        rows.append(make_row(number, beginning, score))
+    return [*rows, make_row("all", "", total)]
 
 
-def _iter_windows(
-    documents: Iterable[Iterable[Piece]],
-    scores: list[DocumentScore],
-    tokenizer: Tokenizer,
-    block_size: int,
-) -> Iterator[Window]:
-    """Yield the windows of all documents, and append a score for each document."""
-    for number, document in enumerate(documents):
-        score = DocumentScore()
-        scores.append(score)
-        yield from cut_into_windows(
-            number, _encode_document(number, document, score, tokenizer), block_size
-        )
-
-
-def _encode_document(
-    number: int, document: Iterable[Piece], score: DocumentScore, tokenizer: Tokenizer
-) -> Iterator[tuple[np.ndarray, bool]]:
-    """Yield the start token and the tokens of a document, and whether they are targets."""
-    yield np.array([tokenizer.start_token]), False
-    for piece in document:
-        if len(score.beginning) < 80:
-            score.beginning += piece.text[:80]
-        yield encode(tokenizer, piece.text, f"document {number + 1}"), not piece.is_prompt
+def make_row(document: int | str, beginning: str, score: Score) -> dict[str, Any]:
+    """A row of the table. The loss is in nats per token."""
+    label = " ".join(beginning.split())
+    if len(label) > BEGINNING_CHARS:
+        label = label[: BEGINNING_CHARS - 1] + "…"
+    row = {"document": document, "beginning": label, "tokens": score.tokens, "bytes": score.bytes}
+    row |= dict.fromkeys(("loss", "perplexity", "bits_per_byte"))
+    if score.tokens > 0:
+        row["loss"] = score.nats / score.tokens
+        row["perplexity"] = exp(min(row["loss"], 700.0))  # exp of more than 709 overflows
+        row["bits_per_byte"] = score.nats / log(2) / score.bytes
+    return row

@@ -1,14 +1,13 @@
-"""Prompts of sample.py, from the command line and from files, and output of commands."""
+"""Prompts of sample.py: from the command line, from files, and typed."""
 
 import itertools
 import json
 import re
 import sys
 from contextlib import suppress
-from pathlib import Path
 
-from common.console import print_text
-from common.errors import UserError, printable
+from common.console import print_text, show
+from common.errors import UserError
 from common.files import read_text
 from common.settings import unescape
 from data.tokenizer import Tokenizer, encode
@@ -69,21 +68,6 @@ def encode_prompts(
         for _ in range(num_samples):
             prompts.append(Prompt(tokens, seed + len(prompts)))
     return prompts
-
-
-def show(text: str) -> None:
-    """Print text immediately, without a newline. On a terminal, control characters are replaced."""
-    if sys.stdout.isatty():
-        text = printable(text)
-    print(text, end="", flush=True)
-
-
-def check_output(out: str | None) -> None:
-    """Raise UserError if the file `out` exists, or if its folder does not exist."""
-    if out is not None and (Path(out).exists() or not Path(out).parent.is_dir()):
-        raise UserError(
-            f"out={out} exists, or its folder does not; set a new file in a folder that exists"
-        )
 
 
 def continue_typed_lines(

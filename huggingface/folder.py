@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save
 from common.console import pluralize
 from common.errors import UserError
 from common.files import atomic_write, read_json, write_json
+from common.machine import dtype_name
 from data.tokenizer import END_OF_TEXT, from_spec
 from huggingface.architectures import (
     export_weights,
@@ -44,7 +45,7 @@ def write_folder(
     model_config = {
         **to_config_json(config, model_type),
         "vocab_size": vocab_size,
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype_name(dtype),
     }
     generation_config = {
         "do_sample": True,

@@ -1,4 +1,4 @@
-"""Number of parameters and floating-point operations (FLOPs) of a model.
+"""Number of parameters, floating-point operations (FLOPs), and size of the KV cache of a model.
 
 The peak FLOP/s of GPUs, by which the MFU is computed, are in training/speed.py.
 
@@ -6,8 +6,9 @@ Linear layers take O(T C^2) FLOPs per sequence of T tokens, with C = n_embd, and
 O(T^2 C).
 """
 
-from model.attention.linear import CHUNK
-from model.attention.support import AttentionRequest
+import torch
+
+from model.attention import NON_SOFTMAX, AttentionRequest
 from model.config import GATED_MLPS, GPTConfig
 from model.gpt import GPT
 
@@ -63,25 +64,15 @@ def attention_flops_per_token(config: GPTConfig, T: int) -> int:
     """FLOPs of QK^T and the product with V, forward and backward: 12 H D per layer and key.
 
     A layer has T keys, or at most its window. Kernels may do less or more: causal kernels can skip
-    the masked half, and many compute keys outside the window. For layers with linear attention, see
-    linear_attention_keys.
+    the masked half, and many compute keys outside the window.
     """
     keys = 0
     for attention_type, window in zip(config.attention_types, config.windows, strict=True):
-        if attention_type == "linear":
-            keys += linear_attention_keys(config.head_dim, T)
+        if attention_type in NON_SOFTMAX:
+            keys += NON_SOFTMAX[attention_type].count_keys(config.head_dim, T)
         else:
             keys += min(T, window or T)
     return 12 * config.n_head * config.head_dim * keys
-
-
-def linear_attention_keys(D: int, T: int) -> int:
-    """Keys per query with which softmax attention takes as many FLOPs as linear attention.
-
-    These are the keys of a chunk, plus D: products with the state take 4 D Dv FLOPs per head and
-    query, and products within a chunk 2 (D + Dv) per key.
-    """
-    return min(T, CHUNK) + D
 
 
 def visible_pairs(Tq: int, Tk: int, window: int | None, document_length: int | None = None) -> int:
@@ -101,10 +92,20 @@ def attention_flops(
 
     These are 2 (D + Dv) per head and unmasked query-key pair. A backward pass takes twice as many:
     the two products have four gradients (of Q, K, V and the weights), and each takes as many FLOPs
-    as its product. For linear attention, see linear_attention_keys.
+    as its product.
     """
-    if attention_type == "linear":
-        pairs = request.Tq * linear_attention_keys(request.D, request.Tq)
+    if attention_type in NON_SOFTMAX:
+        pairs = request.Tq * NON_SOFTMAX[attention_type].count_keys(request.D, request.Tq)
     else:
         pairs = visible_pairs(request.Tq, request.Tk, request.window, document_length)
     return 2 * request.B * request.H * pairs * (request.D + request.Dv)
+
+
+def kv_cache_bytes_per_token(config: GPTConfig, dtype: torch.dtype) -> float:
+    """Size of the KV cache of block_size tokens, divided by block_size.
+
+    dtype: of keys and values, as on a GPU. On a CPU, sample.py computes and stores them in float32.
+    The half of a key that a key offset stores per layer is not counted.
+    """
+    slots = sum(window or config.block_size for window in config.windows)
+    return slots * 2 * config.kv_heads * config.head_dim * dtype.itemsize / config.block_size

@@ -44,14 +44,18 @@ from torch import Tensor, nn
 
 from common.errors import UserError
 from model.attention import NON_SOFTMAX, sdpa
-from model.attention.positions import (
+from model.config import GATED_MLPS, GPTConfig
+from model.layers import (
+    Embedding,
+    Linear,
+    RMSNorm,
     apply_rotary,
+    apply_softcap,
     positions_in_document,
     previous_in_document,
+    rms_norm,
     rotary_cos_sin,
 )
-from model.config import GATED_MLPS, GPTConfig
-from model.layers import Embedding, Linear, RMSNorm, apply_softcap, rms_norm
 from model.loss import linear_cross_entropy
 from model.ngram import NgramEmbedding
 
@@ -77,64 +81,62 @@ class CausalSelfAttention(nn.Module):
 
     def __init__(self, config: GPTConfig, attend: Callable[..., Tensor], layer: int):
         super().__init__()
+        self.config = config
         self.layer = layer
-        self.n_head = config.n_head
-        self.n_kv_head = config.kv_heads
-        self.head_dim = config.head_dim
         self.window = config.windows[layer]
-        self.qk_norm = config.qk_norm
-        self.key_offset = config.key_offset
-        self.rotary_channels = config.rotary_channels
-        self.dropout = config.dropout
         self.attention_type = config.attention_types[layer]
-        if self.attention_type == "softmax":
-            self.attend = attend
-            self.softcap = config.attention_softcap
-        else:  # other types have one implementation each, and no scores to bound
+        self.attend = attend
+        self.softcap = config.attention_softcap
+        if self.attention_type != "softmax":  # one implementation, and no scores to bound
             self.attend = NON_SOFTMAX[self.attention_type].attend
             self.softcap = None
-        qkv_channels = (self.n_head + 2 * self.n_kv_head) * self.head_dim
+        qkv_channels = (config.n_head + 2 * config.kv_heads) * config.head_dim
         self.qkv = Linear(config.n_embd, qkv_channels, bias=config.bias)
         self.proj = Linear(config.n_embd, config.n_embd, bias=config.bias)
 
     def forward(self, x: Tensor, shared: SharedInputs) -> Tensor:
+        config = self.config
         B, T, C = x.shape
-        heads = self.qkv(x).view(B, T, -1, self.head_dim)  # (B, T, H + 2G, D)
-        qk, v = heads.split((self.n_head + self.n_kv_head, self.n_kv_head), dim=2)
-        if self.qk_norm:
+        heads = self.qkv(x).view(B, T, -1, config.head_dim)  # (B, T, H + 2G, D)
+        # queries and keys stay one tensor, so that norm and rotation are one operation each
+        qk, v = heads.split((config.n_head + config.kv_heads, config.kv_heads), dim=2)
+        if config.qk_norm:
             qk = rms_norm(qk)
         if shared.rotary is not None:
             qk = apply_rotary(qk, *shared.rotary)
         # norm and rotation compute in float32: return to the dtype of v
-        q, k = qk.type_as(v).split((self.n_head, self.n_kv_head), dim=2)
-        if self.key_offset:
+        q, k = qk.type_as(v).split((config.n_head, config.kv_heads), dim=2)
+        if config.key_offset:
             k = self.offset_keys(k, shared)
-        attend = partial(
-            self.attend,
+        positions = None  # of the queries among the keys: the last ones
+        if shared.kv_cache is not None:
+            k, v, positions = shared.kv_cache.update(self.layer, k, v)
+        y = self.attend(  # (B, T, H, D)
+            q,
+            k,
+            v,
             window=self.window,
+            positions=positions,
             doc_ids=shared.doc_ids,
-            dropout_p=self.dropout if self.training else 0.0,
+            dropout_p=config.dropout if self.training else 0.0,
             softcap=self.softcap,
         )
-        if shared.kv_cache is None:
-            y = attend(q, k, v)  # (B, T, H, D)
-        else:
-            y = shared.kv_cache.store_and_attend(self.layer, attend, q, k, v)
         y = self.proj(y.reshape(B, T, C))  # (B, T, C)
-        return F.dropout(y, self.dropout, self.training)
+        return F.dropout(y, config.dropout, self.training)
 
     def offset_keys(self, k: Tensor, shared: SharedInputs) -> Tensor:
         """Take the channels of k (B, T, G, D) without rotation from the previous token.
 
-        So a query that looks for its own token finds the token that followed it earlier.
+        One layer can then act as an induction head: a query that matches an earlier copy of its
+        token reads the token after it.
         """
-        R = self.rotary_channels
-        own, rest = k.split((R, self.head_dim - R), dim=-1)
+        R = self.config.rotary_channels
+        rotated, shifted = k.split((R, self.config.head_dim - R), dim=-1)
         if shared.kv_cache is not None:
-            previous = shared.kv_cache.shift_keys(self.layer, rest)
+            shifted = shared.kv_cache.shift_keys(self.layer, shifted)
         else:
-            previous = previous_in_document(rest, shared.doc_ids)
-        return torch.cat((own, previous), dim=-1)
+            shifted = previous_in_document(shifted, shared.doc_ids)
+        return torch.cat((rotated, shifted), dim=-1)
 
 
 def swiglu(x: Tensor) -> Tensor:
@@ -189,20 +191,17 @@ class GPT(nn.Module):
     """The model: model(tokens) returns logits, model(tokens, targets) returns the loss.
 
     vocab_size: number V of tokens. Embedding and head may have more rows (pad_vocab_multiple).
-    attend: attention function of the layers with softmax attention (model/attention/backends.py);
-        sdpa by default.
+    attend: attention function of the layers with softmax attention (model/attention/backends.py).
 
     On the meta device, the model is built without memory, and its weights are loaded later
     (generation/load.py).
     """
 
-    def __init__(
-        self, config: GPTConfig, vocab_size: int, attend: Callable[..., Tensor] | None = None
-    ):
+    def __init__(self, config: GPTConfig, vocab_size: int, attend: Callable[..., Tensor] = sdpa):
         super().__init__()
         self.config = config
         self.vocab_size = vocab_size
-        self.attend = attend or sdpa
+        self.attend = attend
         rows = math.ceil(vocab_size / config.pad_vocab_multiple) * config.pad_vocab_multiple
         # init_weights and the optimizers choose parameters by these names
         self.wte = Embedding(rows, config.n_embd)
@@ -212,9 +211,7 @@ class GPT(nn.Module):
         self.ngrams = None
         if config.max_ngram > 1:
             self.ngrams = NgramEmbedding(config.max_ngram, config.ngram_table_size, config.n_embd)
-        self.blocks = nn.ModuleList(
-            Block(config, self.attend, layer) for layer in range(config.n_layer)
-        )
+        self.blocks = nn.ModuleList(Block(config, attend, layer) for layer in range(config.n_layer))
         self.norm = make_norm(config)
         self.lm_head = Linear(config.n_embd, rows, bias=False)
         self.tie_weights()
@@ -249,18 +246,16 @@ class GPT(nn.Module):
         targets: Tensor | None = None,
         *,
         doc_ids: Tensor | None = None,
-        positions: Tensor | None = None,
-        kv_cache: Any = None,
         reduction: str = "mean",
     ) -> Tensor:
         """Next-token logits (B, T, V), or the cross entropy if targets are given.
 
         targets (B, T): next tokens; -100 is ignored.
-        doc_ids, positions, kv_cache: see backbone.
+        doc_ids (B, T): document of each token, see backbone.
         reduction: "mean" or "sum" over the targets.
         The cross entropy is a float32 scalar, in nats per target with "mean".
         """
-        x = self.backbone(tokens, doc_ids=doc_ids, positions=positions, kv_cache=kv_cache)
+        x = self.backbone(tokens, doc_ids=doc_ids)
         if targets is None:
             return self.logits(x)
         return linear_cross_entropy(
@@ -296,9 +291,7 @@ class GPT(nn.Module):
             `positions`, its positions start at 0.
         positions (B, T): position of each token; by default counted from 0. Rotary positions may
             exceed block_size.
-        kv_cache: stores the keys and values of earlier tokens (generation/kv_cache.py). Each layer
-            calls kv_cache.store_and_attend(layer, attend, q, k, v) instead of attend(q, k, v). With
-            a key offset, it calls kv_cache.shift_keys(layer, k) before.
+        kv_cache: stores the keys and values of earlier tokens (generation/kv_cache.py).
             kv_cache.previous_tokens precede `tokens` in n-grams (see NgramEmbedding).
         Raises UserError if positions is None and T exceeds block_size.
         """

@@ -16,7 +16,7 @@ from common.errors import UserError
 from generation.engine import Engine, Prompt
 from model import GPTConfig
 from model.attention import BACKENDS
-from model.attention.positions import apply_rotary, rotary_cos_sin
+from model.layers import apply_rotary, rotary_cos_sin
 
 SMALL = GROUPED | dict(n_embd=64, max_ngram=1)  # head_dim 16, two key/value heads, block_size 24
 OPTIONS = {
@@ -192,9 +192,9 @@ def project(attn, x):
     Half of the 16 channels of queries and keys are rotated, and the other half of each key comes
     from the previous token.
     """
-    H, G, D = attn.n_head, attn.n_kv_head, attn.head_dim
+    H, G, D = attn.config.n_head, attn.config.kv_heads, attn.config.head_dim
     q, k, v = attn.qkv(x).view(len(x), H + 2 * G, D).split((H, G, G), dim=1)
-    if attn.qk_norm:
+    if attn.config.qk_norm:
         q, k = F.rms_norm(q, (D,)), F.rms_norm(k, (D,))
     tables = rotary_cos_sin(torch.arange(len(x)), 8)
     q, k = [apply_rotary(y.unsqueeze(0), *tables)[0] for y in (q, k)]

@@ -10,7 +10,8 @@ from data import tokenizer
 from generation.engine import Engine, Prompt
 from generation.load import model_from_weights
 from model import GPTConfig
-from model.attention import naive
+from model.attention import linear_attention_scores, naive
+from model.attention.backends import repeat_kv
 from model.gpt import GPT
 
 BYTES = tokenizer.build_tokenizer(BYTE, [], has_several_documents=False)
@@ -50,6 +51,12 @@ def make_peaked_model(variant, **options):
     return model
 
 
+def windowed_linear_attention(q, k, v, *, dropout_p, softcap, **masks):
+    """Linear attention by its weights, for any mask."""
+    weights = linear_attention_scores(q, k, **masks).softmax(-1)
+    return (weights @ repeat_kv(v, q.shape[2]).transpose(1, 2)).transpose(1, 2)
+
+
 def logits_without_cache(model, tokens):
     """Next-token logits (V) from all tokens, by the definition in generation/engine.py.
 
@@ -58,13 +65,12 @@ def logits_without_cache(model, tokens):
     """
     T = model.config.block_size
     if model.wpe is None:
-        windows = []
-        for window, attention_type in zip(
-            model.config.windows, model.config.attention_types, strict=True
-        ):
-            windows.append(None if attention_type == "linear" else window or T)
+        windows = [window or T for window in model.config.windows]
         config = replace(model.config, block_size=4 * T, window=windows)
         longer = model_from_weights(config, model.vocab_size, naive, model.state_dict())
+        for block in longer.blocks:
+            if block.attn.attention_type == "linear":
+                block.attn.attend = windowed_linear_attention
         return longer(torch.tensor([tokens]))[0, -1]
     length = min(len(tokens), T)
     if len(tokens) > T:
@@ -78,3 +84,13 @@ def greedy(model, prompt, n):
     engine = Engine(model, sampling(temperature=0.0), batch_size=1, max_length=len(prompt) + n)
     engine.add([Prompt(prompt, seed=0)])
     return [engine.step()[0] for _ in range(n)]
+
+
+def log_prob(model, tokens, first):
+    """Sum of the log-probabilities of tokens[first:], and whether each is the most likely token."""
+    total, is_greedy = 0.0, True
+    for i in range(first, len(tokens)):
+        logits = model(torch.tensor([tokens[:i]]))[0, -1].double()
+        total += logits.log_softmax(0)[tokens[i]].item()
+        is_greedy &= logits.argmax().item() == tokens[i]
+    return total, is_greedy

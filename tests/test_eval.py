@@ -1,5 +1,6 @@
 """eval.py: the loss of documents, and tasks of lm-eval."""
 
+import importlib
 import json
 import math
 import shutil
@@ -11,7 +12,9 @@ import torch
 import torch.nn.functional as F
 from helpers import TEXT, metrics, read_jsonl, run_command, train_here
 
+from configs.cli import parse_config
 from generation.load import load_run
+from model.attention import flex
 
 # The loss of documents
 
@@ -150,6 +153,14 @@ def test_low_precision_weights_change_the_loss_only_slightly(
     expected = read_jsonl("float32.jsonl")[0]["loss"]
     assert loss != expected
     assert loss == pytest.approx(expected, abs=tolerance)
+
+
+def test_scoring_needs_no_backend_that_supports_positions(trained, monkeypatch):
+    """It decodes nothing. On CPUs, flex supports no positions."""
+    monkeypatch.setenv("CXX", sys.executable)  # any program
+    config = parse_config("eval", "", ["run=a", "attention=flex", "device=cpu", "tasks=any"])
+    model, _ = importlib.import_module("eval").load_model(config)
+    assert model.blocks[0].attn.attend is flex
 
 
 # Tasks of lm-eval

@@ -10,13 +10,12 @@ from torch.utils.checkpoint import checkpoint
 
 from common.checkpoint_file import load_checkpoint
 from common.errors import UserError
-from common.machine import describe_environment
+from common.machine import describe_environment, dtype_name
 from common.settings import format_value
 from data.prepare import PreparedData, prepare
-from generation.kv_cache import kv_cache_bytes_per_token
 from generation.load import load_pretrained
 from model.config import GPTConfig
-from model.flops import flops_per_token, n_params
+from model.flops import flops_per_token, kv_cache_bytes_per_token, n_params
 from model.gpt import GPT
 from training.config import GPT2_MODELS, RunConfig
 from training.parallel import load_weights
@@ -51,7 +50,7 @@ def describe_run(
     """What computes the run, for summary.json: machine, software, kernel, sizes and data."""
     vocab_size = data.meta["vocab_size"]
     return describe_environment(runtime.device) | {
-        "dtype": str(runtime.dtype).removeprefix("torch."),
+        "dtype": dtype_name(runtime.dtype),
         "compile": runtime.compile,
         "world_size": runtime.dist.world_size,
         "attention": asdict(runtime.attention),

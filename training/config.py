@@ -158,7 +158,7 @@ class EvalConfig:
     sample: SamplingConfig = field(default_factory=_short_sample)
     # plot attention maps at each evaluation
     attention_maps: bool = False
-    # log statistics of each attention head
+    # log the variance of the attention scores and the entropy of the weights
     attention_stats: bool = False
 
 

@@ -14,8 +14,7 @@ from common.process import StopRequest
 from common.settings import unescape
 from data.loader import Loader
 from data.tokenizer import token_bytes
-from generation.attention_maps import attention_maps, attention_statistics, name_statistics
-from generation.attention_plots import plot_attention, plot_head_statistics
+from generation.attention_maps import attention_maps, attention_statistics, plot_attention
 from generation.engine import Prompt, generate
 from model.gpt import GPT
 from training.config import EvalConfig
@@ -123,7 +122,7 @@ class Evaluator:
         return {"sample": text, "sample_tokens_per_second": speed}
 
     def measure_attention(self, model: GPT, step: int) -> dict[str, Any]:
-        """Attention maps and statistics of each head, if the config requests them."""
+        """Attention maps and attention statistics, if the config requests them."""
         loader = self.loader
         metrics: dict[str, Any] = {}
         if self.config.attention_maps:
@@ -137,9 +136,5 @@ class Evaluator:
         if self.config.attention_stats:
             windows = min(STATISTICS_WINDOWS, loader.val_windows)
             x, _, doc_ids = loader.batch("val", 0, windows, loader.val_windows / windows)
-            statistics = attention_statistics(model, x, doc_ids)
-            metrics |= name_statistics(statistics)
-            picture = f"attention/heads/step-{step:06d}.png"
-            plot_head_statistics(statistics, self.run.folder / picture)
-            metrics["attention_heads"] = picture
+            metrics |= attention_statistics(model, x, doc_ids)
         return metrics

@@ -17,7 +17,7 @@ import torch.distributed as torch_dist
 from torch import Tensor, nn
 
 from common.errors import UserError
-from common.machine import autocast, resolve_device, resolve_dtype
+from common.machine import autocast, dtype_name, resolve_device, resolve_dtype
 from common.process import cpu_count, keep_freed_memory
 from model import AttentionConfig
 from model.attention import (
@@ -75,8 +75,7 @@ class Dist:
             timeout=COLLECTIVE_TIMEOUT,
             device_id=device if is_cuda else None,
         )
-        name = str(dtype).removeprefix("torch.")
-        self.require_equal(f"dtype={name}", "set dtype=float32 or dtype=bfloat16")
+        self.require_equal(f"dtype={dtype_name(dtype)}", "set dtype=float32 or dtype=bfloat16")
 
     def barrier(self) -> None:
         """Wait until all processes have called this method."""

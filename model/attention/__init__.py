@@ -1,8 +1,13 @@
 """Causal attention with interchangeable backends. The causal mask is attention_mask in backends.py.
 
-docs/attention-backends.md describes how to use the backends.
+backends.py           one function per backend; the mask
+support.py            what each backend supports, and the messages of refusals
+resolve.py            from settings to a function, and to the kernel that it runs
+linear.py             linear attention, which is no backend: it computes something else
+torch_internals.py    the private PyTorch names that the model needs
 
-Every backend is a function with this signature:
+docs/attention-backends.md describes how to use the backends. Every backend is a function with this
+signature:
 
     attend(q, k, v, *, window=None, positions=None, doc_ids=None, dropout_p=0.0, softcap=None)
 
@@ -16,8 +21,6 @@ Every backend is a function with this signature:
 
     A query at index p attends to key j if p - window < j <= p, and if keys p and j are in the same
     document.
-
-linear_attention computes something else (linear.py), and is selected by model.attention_type.
 
 `naive` is the reference: softmax(mask(QK^T / sqrt(D))) V ("Attention Is All You Need", eq. 1).
 Tests compare all other backends with `naive`. A backend that does not support a request raises an

@@ -14,7 +14,6 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from math import inf
 
 import torch
 import torch.nn.functional as F
@@ -188,7 +187,6 @@ FLASH_CUDA = Support(
     document_mask=False,
     positions=False,
     different_value_dim=False,
-    head_dims=(1, 256),
 )
 
 
@@ -211,7 +209,7 @@ def flash(
 
 
 @backend(
-    on={"cuda": Support(dtypes=HALF_DTYPES, softcap=False, head_dims=(1, 256))},
+    on={"cuda": Support(dtypes=HALF_DTYPES, softcap=False)},
     uses_sdpa=True,
 )
 def cudnn(
@@ -240,7 +238,7 @@ def cudnn(
             document_mask=False,
             positions=False,
         ),
-        "cuda": Support(dtypes=NO_FLOAT64, dropout=False, head_dims=(16, inf)),
+        "cuda": Support(dtypes=NO_FLOAT64, dropout=False),
     },
     needs_compiler=True,
 )

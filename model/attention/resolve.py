@@ -20,7 +20,7 @@ from torch.nn.attention import (
 from torch.overrides import TorchFunctionMode
 
 from common.errors import UserError
-from common.settings import format_value
+from common.settings import format_value, unknown_value
 from model.attention.backends import KERNELS
 from model.attention.support import (
     BACKENDS,
@@ -59,9 +59,7 @@ def _find_backend(config: AttentionConfig) -> Backend:
     """
     backends = BACKENDS | NON_SOFTMAX
     if config.backend not in backends:
-        raise UserError(
-            f"attention.backend={config.backend} is unknown; set one of auto, {', '.join(BACKENDS)}"
-        )
+        raise unknown_value("attention.backend", config.backend, ["auto", *BACKENDS])
     chosen = backends[config.backend]
     if config.kernels is not None and not set(config.kernels) <= set(chosen.kernels):
         choices = ["null", *(f"[{kernel}]" for kernel in chosen.kernels)]
@@ -140,8 +138,10 @@ def resolve(config: AttentionConfig, request: AttentionRequest) -> ResolvedAtten
     kernel = chosen.name
     if chosen.uses_sdpa:
         kernel = _find_sdpa_kernel(config, request)
-    elif chosen.needs_compiler:
-        _check_compiler(config, request)
+    elif chosen.needs_compiler and missing_compiler(request.device) is not None:
+        compiler = missing_compiler(request.device)
+        advice = suggest_settings(chosen, request)
+        raise UserError(f"attention={chosen.name} needs {compiler}; install it, or {advice}")
     return ResolvedAttention(chosen.name, kernel, config.flash_package)
 
 
@@ -158,47 +158,10 @@ class _KernelProbe(TorchFunctionMode):
 
 
 def _find_sdpa_kernel(config: AttentionConfig, request: AttentionRequest) -> str:
-    """Name of the kernel that PyTorch selects.
+    """Name of the kernel that PyTorch selects for tensors with the shapes of the request.
 
     Raises UserError with PyTorch's reasons if no kernel can run.
     """
-    with warnings.catch_warnings(record=True) as caught, _KernelProbe() as probe:
-        warnings.simplefilter("always")
-        try:
-            _call_attention(config, request)
-        except RuntimeError as error:
-            raise _refusal(config, request, _kernel_warnings(caught) or str(error)) from None
-    names = {kernel: name for name, kernel in KERNELS.items()}
-    return names[probe.kernel]
-
-
-def _kernel_warnings(caught: list[warnings.WarningMessage]) -> str:
-    """PyTorch's reasons for rejecting the kernels that were requested, without headings."""
-    lines = [str(warning.message).split(" (Triggered")[0].strip() for warning in caught]
-    return " ".join(
-        line for line in lines if not line.endswith("because:") and "runtime disabled" not in line
-    )
-
-
-def _check_compiler(config: AttentionConfig, request: AttentionRequest) -> None:
-    """Raise UserError if the kernel of a backend with needs_compiler cannot be compiled here."""
-    compiler = missing_compiler(request.device)
-    if compiler is not None:
-        advice = suggest_settings(BACKENDS[config.backend], request)
-        raise UserError(f"attention={config.backend} needs {compiler}; install it, or {advice}")
-    # The kernel of large heads may need more shared memory than the GPU has: compile it to find
-    # out, which takes seconds.
-    if request.device.type == "cuda" and request.D * request.dtype.itemsize > 128:
-        try:
-            y = _call_attention(config, request)
-            if request.grad:
-                y.sum().backward()
-        except RuntimeError as error:
-            raise _refusal(config, request, str(error)) from None
-
-
-def _call_attention(config: AttentionConfig, request: AttentionRequest) -> Tensor:
-    """Call the attention function on tensors with the shapes of the request, of any value."""
     r = request
     options = {"dtype": r.dtype, "device": r.device, "requires_grad": r.grad}
     q = torch.empty(r.B, r.Tq, r.H, r.D, **options)
@@ -209,16 +172,26 @@ def _call_attention(config: AttentionConfig, request: AttentionRequest) -> Tenso
     doc_ids = torch.zeros(r.B, r.Tk, **indices) if r.document_mask else None
     masks = {"window": r.window, "positions": positions, "doc_ids": doc_ids}
     attend = get_attention_fn(config)
-    return attend(q, k, v, **masks, dropout_p=r.dropout_p, softcap=r.softcap)
+    with warnings.catch_warnings(record=True) as caught, _KernelProbe() as probe:
+        warnings.simplefilter("always")
+        try:
+            attend(q, k, v, **masks, dropout_p=r.dropout_p, softcap=r.softcap)
+        except RuntimeError as error:
+            reason = _kernel_warnings(caught) or str(error).partition("\n")[0].strip()
+            setting = None if config.kernels is None else "attention.kernels=null"
+            advice = suggest_settings(BACKENDS[config.backend], request, setting)
+            raise UserError(
+                f"attention={config.backend} cannot run on {r.device.type} ({reason}); {advice}"
+            ) from None
+    names = {kernel: name for name, kernel in KERNELS.items()}
+    return names[probe.kernel]
 
 
-def _refusal(config: AttentionConfig, request: AttentionRequest, reason: str) -> UserError:
-    """Error for a backend that cannot run the request, although the support table allows it."""
-    setting = None if config.kernels is None else "attention.kernels=null"
-    advice = suggest_settings(BACKENDS[config.backend], request, setting)
-    first_line = reason.partition("\n")[0].strip()
-    return UserError(
-        f"attention={config.backend} cannot run on {request.device.type} ({first_line}); {advice}"
+def _kernel_warnings(caught: list[warnings.WarningMessage]) -> str:
+    """PyTorch's reasons for rejecting the kernels that were requested, without headings."""
+    lines = [str(warning.message).split(" (Triggered")[0].strip() for warning in caught]
+    return " ".join(
+        line for line in lines if not line.endswith("because:") and "runtime disabled" not in line
     )
 
 
@@ -263,9 +236,8 @@ def resolve_model(
         layer_config = chosen
         layer_request = replace(request, window=window)
         if attention_type != "softmax":
-            # Linear attention has no scores to bound, and decodes with a state, without positions.
             layer_config = AttentionConfig(attention_type)
-            layer_request = replace(layer_request, softcap=None, positions=False)
+            layer_request = replace(layer_request, softcap=None)  # there are no scores to bound
         kernels.append(resolve(layer_config, layer_request).resolved)
     resolved = "+".join(dict.fromkeys(kernels))
     record = ResolvedAttention(config.backend, resolved, config.flash_package)

@@ -8,7 +8,6 @@ model/attention/__init__.py has the notation (B, Tq, Tk, H, G, D, Dv).
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import inf
 from types import FunctionType
 
 import torch
@@ -32,7 +31,6 @@ class Support:
     document_mask: bool = True
     positions: bool = True
     different_value_dim: bool = True
-    head_dims: tuple[int, float] = (1, inf)  # smallest, largest
 
 
 @dataclass(frozen=True)
@@ -123,8 +121,17 @@ class Backend:
         return f"{key}={self.name}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class AttentionType(Backend):
+    """Attention that computes something else than softmax attention, and has one implementation."""
+
+    scores: Callable[..., Tensor]  # the logarithms of the weights, as attention_scores
+    # (D, T): keys per query with which softmax attention takes as many FLOPs
+    count_keys: Callable[[int, int], int]
+
+
 BACKENDS: dict[str, Backend] = {}  # of softmax attention, by name
-NON_SOFTMAX: dict[str, Backend] = {}  # of other types of attention, by model.attention_type
+NON_SOFTMAX: dict[str, AttentionType] = {}  # by model.attention_type
 
 
 def backend(on: dict[str, Support], **options):
@@ -162,11 +169,6 @@ def missing_feature(
     dtype = str(request.dtype).removeprefix("torch.")
     if dtype not in support.dtypes:
         return f"{subject} does not support {dtype}", f"dtype={support.dtypes[0]}"
-    smallest, largest = support.head_dims
-    for head_dim in (request.D, request.Dv):
-        if not smallest <= head_dim <= largest:
-            problem = f"supports head dimensions from {smallest} to {largest}, not {head_dim}"
-            return f"{subject} {problem}", "another model.n_head"
     return None
 
 

@@ -9,6 +9,7 @@ from helpers import file_size_limit
 from common.errors import UserError
 from common.files import (
     atomic_write,
+    check_output,
     new_folder,
     parse_yaml,
     read_file,
@@ -151,3 +152,22 @@ def test_second_writer_waits_and_then_finds_the_folder(folder):
     second.join()
     assert len(errors) == 1
     assert (folder / "file").read_text(encoding="utf-8") == "complete"
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+def test_text_in_utf_16_without_a_mark_is_refused_in_any_script(tmp_path, encoding):
+    path = tmp_path / "a.txt"
+    path.write_bytes(("Это простой текст. " * 9).encode(encoding))
+    with pytest.raises(UserError, match=r"NUL bytes, .*iconv"):
+        read_text(str(path), "prompt_file=a")
+
+
+@pytest.mark.parametrize("out", ["text.txt", "no/o.jsonl"], ids=["exists", "no folder"])
+def test_output_that_cannot_be_a_new_file_is_refused(workdir, out):
+    with pytest.raises(UserError, match=f"out={out} exists, or its folder does not"):
+        check_output(out)
+
+
+@pytest.mark.parametrize("out", [None, "o.jsonl"])
+def test_new_output_file_is_accepted(workdir, out):
+    check_output(out)

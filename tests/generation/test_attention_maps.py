@@ -1,32 +1,49 @@
-"""Attention weights, compared with a computation from each layer's input."""
+"""Attention weights and statistics, compared with their definitions, and plots of the weights."""
 
 import math
+import shutil
+import warnings
+from contextlib import chdir, redirect_stderr, redirect_stdout
+from io import StringIO
 
 import pytest
 import torch
-from generation_helpers import make_peaked_model
-from model_helpers import GPT2, VARIANTS, random_tokens
+from generation_helpers import BYTES, MIXED, make_peaked_model, make_random_model
+from helpers import TEXT, metrics, run_command, summary, train_here
+from model_helpers import GPT2, VARIANTS, make_model, random_tokens
 
 from common.errors import UserError
-from generation.attention_maps import attention_maps
+from common.plots import make_figure
+from data import tokenizer
+from generation import attention_maps as maps_module
+from generation.attention_maps import (
+    attention_maps,
+    attention_statistics,
+    draw_attention_maps,
+    entropy,
+    plot_attention,
+    record_attention,
+    score_variance,
+)
 from model.attention import BACKENDS
-from model.attention.positions import apply_rotary
+from model.attention.backends import attention_scores
+from model.layers import apply_rotary
 
 EPS = torch.finfo(torch.float64).eps
 WINDOW = GPT2 | dict(window=[None, 3])
+PNG = b"\x89PNG"
 
 
-def project_head(attn, x, head, D):
-    """Rows of the qkv projection that belong to one head: (T, C) -> (T, D)."""
-    rows = slice(head * D, (head + 1) * D)
-    y = x @ attn.qkv.weight[rows].T
-    return y if attn.qkv.bias is None else y + attn.qkv.bias[rows]
+# Weights
 
 
 def head_input(attn, x, rotary, head, D):
     """Queries or keys (T, D) of one head, after QK-norm and rotary positions."""
-    y = project_head(attn, x, head, D)
-    if attn.qk_norm:
+    rows = slice(head * D, (head + 1) * D)
+    y = x @ attn.qkv.weight[rows].T
+    if attn.qkv.bias is not None:
+        y = y + attn.qkv.bias[rows]
+    if attn.config.qk_norm:
         y = y / (y.square().mean(-1, keepdim=True) + EPS).sqrt()
     if rotary is not None:
         y = apply_rotary(y[None, :, None], *rotary)[0, :, 0]
@@ -47,10 +64,10 @@ def test_weights_equal_the_formula(variant):
     for layer, (x, shared) in enumerate(inputs):
         attn = model.blocks[layer].attn
         for head in range(4):
-            key_head = 4 + head // (4 // attn.n_kv_head)  # after the 4 query heads
+            key_head = 4 + head // (4 // model.config.kv_heads)  # after the 4 query heads
             q = head_input(attn, x[0], shared.rotary, head, D)
             k = head_input(attn, x[0], shared.rotary, key_head, D)
-            if attn.key_offset:
+            if model.config.key_offset:
                 k[1:, D // 2 :] = k[:-1, D // 2 :].clone()
                 k[0, D // 2 :] = 0
             for i in range(T):
@@ -71,11 +88,22 @@ def test_keys_of_another_document_have_no_weight():
     assert (weights[:, :, 5:, :5] == 0).all()
 
 
-def test_later_documents_do_not_change_the_weights_of_the_first():
-    model = make_peaked_model(WINDOW)
-    tokens = random_tokens(1, 9)
-    masked = attention_maps(model, tokens, torch.tensor([[0] * 5 + [1] * 4]))
-    torch.testing.assert_close(masked[:, :, :5], attention_maps(model, tokens)[:, :, :5])
+def test_weights_of_linear_attention_are_causal_and_sum_to_one():
+    maps = attention_maps(make_random_model(MIXED), random_tokens(1))
+    torch.testing.assert_close(maps.sum(-1), torch.ones(2, 4, 24))
+    assert (maps.triu(1) == 0).all()
+
+
+@pytest.mark.parametrize("variant", [GPT2, MIXED | dict(attention_softcap=0.5)])
+def test_recording_does_not_change_what_the_layers_compute(variant):
+    model = make_random_model(variant)
+    attended = []
+    for block in model.blocks:
+        block.attn.proj.register_forward_pre_hook(lambda _, inputs: attended.append(inputs[0]))
+    tokens = random_tokens(1)
+    model(tokens)
+    attention_maps(model, tokens)
+    torch.testing.assert_close(attended[2:], attended[:2])
 
 
 @pytest.fixture
@@ -84,46 +112,167 @@ def model():
     return make_peaked_model(GPT2 | dict(dropout=0.3), attend=BACKENDS["sdpa"].attend)
 
 
-def attention_functions(model):
-    return [block.attn.attend for block in model.blocks]
-
-
-@VARIANTS
-def test_logits_are_the_same_after_recording(variant):
-    model = make_peaked_model(variant, attend=BACKENDS["sdpa"].attend).eval()
+def test_recording_has_no_dropout_and_no_gradients(model):
     tokens = random_tokens(1, 12)
-    before = model(tokens)
-    attention_maps(model, tokens)
-    assert torch.equal(model(tokens), before)
+    weights = attention_maps(model.train(), tokens)
+    assert torch.equal(weights, attention_maps(model.eval(), tokens))
+    assert not weights.requires_grad
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_mode_of_the_model_is_restored(model, training):
+@pytest.mark.parametrize("T", [12, 25], ids=["success", "error"])
+def test_model_is_restored(model, training, T):
+    functions = [block.attn.attend for block in model.blocks]
     model.train(training)
-    attention_maps(model, random_tokens(1, 12))
+    try:
+        attention_maps(model, random_tokens(1, T))
+    except UserError:
+        assert T == 25
     assert all(module.training is training for module in model.modules())
+    assert [block.attn.attend for block in model.blocks] == functions
 
 
-def test_recording_has_no_dropout(model):
-    tokens = random_tokens(1, 12)
-    assert torch.equal(attention_maps(model.train(), tokens), attention_maps(model.eval(), tokens))
+# Statistics
+
+DOCUMENTS = torch.tensor([[0] * 3 + [1] * 4 + [2] * 2])
 
 
-def test_recording_computes_no_gradients(model):
-    weights = attention_maps(model, random_tokens(1, 12))
-    assert not weights.requires_grad
-    assert all(p.grad is None for p in model.parameters())
+@pytest.mark.parametrize(
+    "mask", [{}, dict(window=3), dict(doc_ids=DOCUMENTS)], ids=["causal", "window", "documents"]
+)
+def test_statistics_equal_their_definitions(mask):
+    """Pair by pair. Masked pairs do not count."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = 2 * torch.randn(2, 1, 9, 4, 8, dtype=torch.float64, generator=generator)
+    scores = attention_scores(q, k, **mask)[0]
+    for head, rows in enumerate(scores.tolist()):
+        visible = [[score for score in row if score > -math.inf] for row in rows]
+        pairs = [score for row in visible for score in row]
+        mean = sum(pairs) / len(pairs)
+        variance = sum((score - mean) ** 2 for score in pairs) / len(pairs)
+        assert score_variance(scores)[head].item() == pytest.approx(variance)
+        nats = 0.0
+        for row in visible:
+            total = sum(map(math.exp, row))
+            nats -= sum(math.exp(s) / total * math.log(math.exp(s) / total) for s in row)
+        assert entropy(scores.softmax(-1))[head].item() == pytest.approx(nats / 9)
 
 
-def test_recording_does_not_use_the_global_random_numbers(model):
-    state = torch.get_rng_state()
-    attention_maps(model.train(), random_tokens(1, 12))
-    assert torch.equal(torch.get_rng_state(), state)
+def test_statistics_are_means_over_layers_heads_and_sequences():
+    model = make_peaked_model(GPT2 | dict(window=[None, 5]))
+    tokens = random_tokens(3, 24)
+    doc_ids = (torch.arange(24) >= torch.tensor([[8], [12], [24]])).long()
+    values = []
+    for i in range(3):
+        weights = attention_maps(model, tokens[i : i + 1], doc_ids[i : i + 1])
+        values += entropy(weights).flatten().tolist()
+    statistics = attention_statistics(model, tokens, doc_ids)
+    assert set(statistics) == {"attention/score_variance", "attention/entropy"}
+    assert statistics["attention/entropy"] == pytest.approx(sum(values) / 24, rel=1e-5)
 
 
-def test_model_is_restored_after_an_error(model):
-    functions = attention_functions(model)
-    with pytest.raises(UserError, match="25 tokens do not fit"):
-        attention_maps(model.train(), random_tokens(1, 25))
-    assert model.training
-    assert attention_functions(model) == functions
+def test_scores_under_autocast_are_in_float32(model):
+    with torch.autocast("cpu", torch.bfloat16):
+        scores = record_attention(model, random_tokens(1), None, torch.clone)
+    assert scores.dtype == torch.float32
+
+
+# Plots
+
+DIFFICULT_TOKENS = ["$x$", r"$\frac{$", "_^%#", r"\n    ", "", "\\", "a" * 99, "日本語", "مرحبا"]
+
+
+def uniform_weights(n_layer, H, T):
+    return torch.ones(n_layer, H, T, T).tril() / torch.arange(1, T + 1).unsqueeze(1)
+
+
+@pytest.mark.parametrize("words", [[], DIFFICULT_TOKENS], ids=["heads", "tokens"])
+@pytest.mark.parametrize("H", [1, 5])
+def test_weights_are_drawn_without_a_warning(tmp_path, H, words):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        path = tmp_path / "new/folder/a.png"
+        plot_attention(uniform_weights(2, H, max(1, len(words))), path, words)
+    assert path.read_bytes().startswith(PNG)
+
+
+def test_token_strings_are_one_line_without_control_characters():
+    tokens = ["\n ", "\x1b[", "\\", r"\udc4d", "'s", "é"]
+    vocabulary = [token.encode() for token in tokens]
+    encoding = tokenizer._make_tokenizer("words", r"(?s).", vocabulary, {})
+    expected = [r"\n ", r"\x1b[", r"\\", r"\\udc4d", "'s", "é"]
+    assert tokenizer.token_strings(encoding, range(6)) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("é\n", [r"'\xc3'", r"'\xa9'", r"'\n'"]), (24 * "a" + 24 * "b", ["'b'"] * 24)],
+    ids=["bytes", "the end of a long prompt"],
+)
+def test_labels_are_the_tokens_of_the_prompt(tmp_path, monkeypatch, text, expected):
+    """The context of the model is 24 tokens."""
+    figures = []
+    monkeypatch.setattr(
+        maps_module, "make_figure", lambda *size: figures.append(make_figure(*size)) or figures[-1]
+    )
+    draw_attention_maps(make_model(GPT2, 256), BYTES, text, tmp_path)
+    labels = [label.get_text() for label in figures[-1].axes[0].get_yticklabels()]
+    assert labels == expected
+
+
+def test_plots_of_a_prompt_are_an_overview_and_a_plot_per_layer(
+    folder_with_a_run, tmp_path, monkeypatch
+):
+    """In the folder of the run that was newest when the model was loaded."""
+    shutil.copytree(folder_with_a_run, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    out = StringIO()
+    err = StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        assert run_command("sample", "attention_map=true", "prompt=" + 9 * "The ") == 0
+    names = {path.name for path in (tmp_path / "runs/a/attention").iterdir()}
+    assert names == {"layer-01.png", "layer-02.png", "overview.png"}
+    assert out.getvalue() == ""
+    assert "overview.png of the last 16 tokens" in err.getvalue()
+
+
+@pytest.mark.parametrize("prompt", ["", "T"])
+def test_prompt_of_fewer_than_two_tokens_is_refused(trained, capsys, prompt):
+    assert run_command("sample", "run=a", "attention_map=true", f"prompt={prompt}") == 2
+    assert "set a longer prompt" in capsys.readouterr().err
+
+
+# Training
+
+
+@pytest.fixture(scope="module")
+def run_with_maps(tmp_path_factory):
+    """The folder of two runs: a measures attention at its evaluations, and b does not."""
+    folder = tmp_path_factory.mktemp("maps")
+    (folder / "text.txt").write_text(TEXT, encoding="utf-8")
+    settings = ["train.steps=4", "eval.every=4", "model.dropout=0.2", "dtype=bfloat16"]
+    with chdir(folder):
+        attention = ["eval.attention_maps=true", "eval.attention_stats=true"]
+        assert train_here("name=a", *attention, *settings) == 0
+        assert train_here("name=b", *settings) == 0
+    return folder
+
+
+def test_evaluations_plot_attention_maps_and_log_statistics(run_with_maps, monkeypatch):
+    monkeypatch.chdir(run_with_maps)
+    for row in metrics("a"):
+        keys = {key for key in row if key.startswith("attention")}
+        if "val/loss" not in row:
+            assert keys == set()
+            continue
+        assert keys == {"attention_maps", "attention/score_variance", "attention/entropy"}
+        assert row["attention_maps"] == f"attention/step-{row['step']:06d}.png"
+        picture = run_with_maps / "runs/a" / row["attention_maps"]
+        assert picture.read_bytes().startswith(PNG)
+    assert summary("a")["attention_entropy"] == metrics("a")[-1]["attention/entropy"]
+
+
+@pytest.mark.parametrize("key", ["train/loss", "sample"])
+def test_measuring_attention_does_not_change_the_training(run_with_maps, monkeypatch, key):
+    monkeypatch.chdir(run_with_maps)
+    assert [row.get(key) for row in metrics("a")] == [row.get(key) for row in metrics("b")]

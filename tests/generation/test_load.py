@@ -1,13 +1,17 @@
 """Models that are loaded for use in Python, and models that are built from weights."""
 
+import sys
+
 import pytest
 import torch
 from helpers import sampling
 from model_helpers import GPT2, make_model, random_tokens
 
+from common.errors import UserError
+from generation.config import LoadConfig
 from generation.engine import Prompt, generate
-from generation.load import load_run, model_from_weights
-from model import GPTConfig
+from generation.load import load_for_inference, load_run, model_from_weights
+from model import AttentionConfig, GPTConfig
 from model.attention import naive
 
 
@@ -38,6 +42,15 @@ def test_model_from_weights_computes_the_same_logits(tie_embeddings):
     original = make_model(variant)
     model = model_from_weights(GPTConfig(**variant), 50, naive, original.state_dict())
     assert torch.equal(model(random_tokens()), original(random_tokens()))
+
+
+def test_only_decoding_in_batches_needs_a_backend_that_supports_positions(trained, monkeypatch):
+    monkeypatch.setenv("CXX", sys.executable)  # any program
+    config = LoadConfig(run="a", device="cpu", attention=AttentionConfig("flex"))
+    *_, description = load_for_inference(config, decodes_batches=False)
+    assert description.endswith("attention flex -> flex")
+    with pytest.raises(UserError, match="positions; set batch_size=1"):
+        load_for_inference(config, decodes_batches=True)
 
 
 def test_model_from_weights_does_not_copy_them():

@@ -7,10 +7,9 @@ import pytest
 from generation_helpers import BYTES
 
 from common.errors import UserError
-from common.files import read_text
 from common.settings import unescape
 from generation.engine import Prompt
-from generation.prompts import check_output, encode_prompts, load_prompts, read_prompts
+from generation.prompts import encode_prompts, load_prompts, read_prompts
 
 PROMPTS = ["The 1", "T", "The 22nd line says"]
 
@@ -42,16 +41,6 @@ def test_prompts_of_a_jsonl_file_have_no_escapes(workdir):
 def test_prompt_file_is_exact(workdir, content):
     (workdir / "p.txt").write_bytes(content)
     assert load_prompts(None, "p.txt", None) == [content.decode()]
-
-
-def test_prompt_file_has_no_byte_order_mark(workdir):
-    """Only the first one is a mark."""
-    (workdir / "mark.txt").write_bytes(b"\xef\xbb\xbfThe\r\n\xef\xbb\xbf")
-    assert read_text("mark.txt", "prompt_file") == "The\r\n\ufeff"
-
-
-def test_no_setting_is_one_empty_prompt():
-    assert load_prompts(None, None, None) == [""]
 
 
 def test_text_file_has_a_prompt_per_line(workdir):
@@ -88,21 +77,6 @@ def test_file_without_prompts_is_refused(workdir):
         read_prompts("empty.txt")
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("aé".encode("latin-1"), r"prompts=p\.txt is not UTF-8: byte 0xe9 after b'a'"),
-        (b"\xe9", r"prompts=p\.txt is not UTF-8: byte 0xe9;"),
-        ("The 1".encode("utf-16"), r"p\.txt is not UTF-8: byte 0xff; convert it"),
-    ],
-    ids=["latin-1", "first-byte", "utf-16"],
-)
-def test_file_that_is_not_utf_8_is_refused(workdir, content, message):
-    (workdir / "p.txt").write_bytes(content)
-    with pytest.raises(UserError, match=message):
-        read_prompts("p.txt")
-
-
 def test_samples_have_consecutive_seeds():
     prompts = encode_prompts(BYTES, ["a", "bc"], None, num_samples=2, seed=7)
     a, bc = [97], [98, 99]
@@ -120,18 +94,3 @@ def test_prompt_that_cannot_be_encoded_is_named(source, name):
     """It contains a byte of the command line that is not UTF-8."""
     with pytest.raises(UserError, match=f"{name} cannot be encoded"):
         encode_prompts(BYTES, ["a", "T\udce9"], source, 1, 0)
-
-
-def test_output_file_that_exists_is_refused(workdir):
-    with pytest.raises(UserError, match=r"out=text\.txt exists, or"):
-        check_output("text.txt")
-
-
-def test_output_in_a_folder_that_does_not_exist_is_refused(workdir):
-    with pytest.raises(UserError, match=r"out=no/o\.jsonl exists, or its folder does not"):
-        check_output("no/o.jsonl")
-
-
-@pytest.mark.parametrize("out", [None, "o.jsonl"])
-def test_new_output_file_is_accepted(workdir, out):
-    check_output(out)

@@ -1,16 +1,23 @@
-"""Sampling: filters compared with their definitions, draws with their distribution; settings."""
+"""Filters compared with their definitions, draws with their distribution; the detokenizer."""
 
 import math
 
 import pytest
 import torch
+from generation_helpers import BYTES
 from helpers import sampling
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from common.errors import UserError
 from common.settings import check
-from generation.sampling import filtered_probs, sample_inverse_cdf, sample_next_token
+from data import tokenizer
+from generation.sampling import (
+    IncrementalDetokenizer,
+    filtered_probs,
+    sample_inverse_cdf,
+    sample_next_token,
+)
 
 # Logits on a grid: float32 would round close values to equal ones, and the order of equal values is
 # undefined.
@@ -77,10 +84,6 @@ def test_temperature_zero_is_greedy():
     assert tokens.tolist() == [1]
 
 
-def test_smallest_temperature_does_not_overflow():
-    assert filter_row([1.0, 3.0, 2.0], temperature=1e-30).tolist() == [0, 1, 0]
-
-
 @EXACT
 @given(row=rows, k=st.integers(1, 3), number=st.floats(0, 1, exclude_max=True, width=32))
 def test_draw_inverts_the_cumulative_distribution(row, k, number):
@@ -123,6 +126,90 @@ def test_settings_out_of_range_are_refused(setting, message):
         check(sampling(**setting))
 
 
-def test_refused_setting_is_named_with_its_section():
-    with pytest.raises(UserError, match=r"eval\.sample\.top_k=0"):
-        check(sampling(top_k=0), "eval.sample")
+# The detokenizer, compared with decoding all tokens at once
+
+
+def make_detokenizer(end_token=None, encoding=BYTES, **settings):
+    return IncrementalDetokenizer(encoding, sampling(**settings), end_token)
+
+
+def push_all(detokenizer, tokens):
+    """Push tokens until the sample ends -> (all text, finish reason)."""
+    shown = ""
+    for token in tokens:
+        text, finish_reason = detokenizer.push(token)
+        shown += text
+        if finish_reason:
+            return shown, finish_reason
+    return shown, None
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=st.text(st.characters(exclude_categories=["Cs"])))
+def test_incomplete_characters_are_never_shown(text):
+    """Each token is one byte."""
+    detokenizer = make_detokenizer(max_new_tokens=10_000)
+    shown = ""
+    for token in text.encode():
+        shown += detokenizer.push(token)[0]
+        assert text.startswith(shown)
+    assert shown == text
+
+
+def text_before_first_stop(text, stops):
+    """The text before the stop string that is complete first, or None without a stop string."""
+    for size in range(len(text) + 1):
+        found = [size - len(stop) for stop in stops if text[:size].endswith(stop)]
+        if found:
+            return text[: min(found)]
+    return None
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    pieces=st.lists(st.text("abc", min_size=1, max_size=5), max_size=10),
+    stops=st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3),
+)
+@example(pieces=["aa", "b"], stops=["aab", "ac"])  # "aa" may begin both, with different lengths
+def test_sample_ends_before_the_stop_string_that_is_complete_first(pieces, stops):
+    """With any division of the text into tokens. No part of a stop string is ever shown."""
+    vocabulary = [piece.encode() for piece in dict.fromkeys(pieces)] or [b"a"]
+    encoding = tokenizer._make_tokenizer("words", r"(?s).", vocabulary, {})
+    detokenizer = make_detokenizer(encoding=encoding, stop=stops, max_new_tokens=10_000)
+    complete = "".join(pieces)
+    expected = text_before_first_stop(complete, stops)
+    shown = ""
+    for piece in pieces:
+        text, finish_reason = detokenizer.push(encoding.encode_single_token(piece.encode()))
+        shown += text
+        assert (complete if expected is None else expected).startswith(shown)
+        if finish_reason is not None:
+            assert (shown, finish_reason) == (expected, "stop")
+            return
+    assert expected is None
+    assert shown + detokenizer.pending == complete
+
+
+def test_stop_string_can_contain_a_carriage_return():
+    detokenizer = make_detokenizer(stop="\r\n", max_new_tokens=99)
+    assert push_all(detokenizer, b"a\rb\nc\r\nd") == ("a\rb\nc", "stop")
+
+
+@pytest.mark.parametrize(
+    ("text", "settings", "expected"),
+    [
+        (b"axy", dict(max_new_tokens=3), ("axy", "length")),
+        (b"ax\0", dict(end_token=0), ("ax", "end")),
+    ],
+    ids=["length", "end"],
+)
+def test_pending_text_is_shown_when_the_sample_ends(text, settings, expected):
+    assert push_all(make_detokenizer(stop="xyz", **settings), text) == expected
+
+
+def test_incomplete_character_at_the_end_is_dropped():
+    assert push_all(make_detokenizer(max_new_tokens=4), "aé€".encode()) == ("aé", "length")
+
+
+def test_invalid_bytes_are_replaced():
+    assert push_all(make_detokenizer(max_new_tokens=3), b"a\xffb") == ("a\ufffdb", "length")

@@ -15,7 +15,6 @@ from model_helpers import GPT2, GROUPED, MODERN, VARIANTS, make_model, random_to
 
 from common.errors import UserError
 from model.attention import BACKENDS, naive
-from model.attention.positions import apply_rotary, rotary_cos_sin
 from model.config import MLPS
 
 
@@ -31,13 +30,6 @@ def test_initialisation_follows_the_table_in_the_docstring(variant):
             std = 0.02 / math.sqrt(16) if name.endswith("proj.weight") else 0.02
             assert p.std().item() == pytest.approx(std, rel=0.05), name
             assert abs(p.mean().item()) < 5 * std / math.sqrt(p.numel()), name
-
-
-@VARIANTS
-def test_initial_loss_is_that_of_uniform_predictions(variant):
-    model = make_model(variant | dict(n_embd=128, n_layer=8), vocab_size=500)
-    loss = model(random_tokens(4, 24, 500), random_tokens(4, 24, 500, seed=1))
-    assert loss.item() == pytest.approx(math.log(500), abs=0.15)
 
 
 @pytest.mark.parametrize("name", TRAINS_ON_CPU)
@@ -81,11 +73,6 @@ def test_every_mlp_of_the_config_can_be_trained(mlp):
 
 
 # Dropout
-
-
-def test_dropout_acts_in_training():
-    model = make_model(GPT2 | dict(dropout=0.5))
-    assert not torch.equal(model(random_tokens()), model(random_tokens()))
 
 
 def test_dropout_does_not_act_in_eval_mode():
@@ -133,14 +120,6 @@ def test_model_with_a_key_offset_runs_with_few_channels_per_head(head_dim):
     assert model(random_tokens()).isfinite().all()
 
 
-def test_rotary_positions_leave_other_channels_unchanged():
-    x = torch.randn(2, 5, 3, 8)
-    cos, sin = rotary_cos_sin(torch.arange(5), 4)
-    rotated = apply_rotary(x, cos, sin)
-    assert torch.equal(rotated[..., 4:], x[..., 4:])
-    torch.testing.assert_close(rotated[..., :4], apply_rotary(x[..., :4], cos, sin))
-
-
 # Softcaps
 
 
@@ -150,13 +129,9 @@ def capped_logits() -> torch.Tensor:
     return 0.05 * (logits / 0.05).tanh()
 
 
-def test_softcap_bounds_the_logits():
+def test_softcap_bounds_the_logits_and_those_of_the_loss():
     capped = make_model(MODERN | dict(logit_softcap=0.05))
     torch.testing.assert_close(capped(random_tokens()), capped_logits())
-
-
-def test_softcap_bounds_the_logits_of_the_loss():
-    capped = make_model(MODERN | dict(logit_softcap=0.05))
     targets = random_tokens(seed=1)
     expected = F.cross_entropy(capped_logits().flatten(0, 1), targets.flatten())
     torch.testing.assert_close(capped(random_tokens(), targets), expected)
@@ -197,18 +172,6 @@ def test_masked_documents_have_the_logits_of_single_documents(variant, name):
     masked, single = logits_of_documents(model, tokens)
     torch.testing.assert_close(masked, single, atol=1e-5, rtol=1e-4)
     assert not torch.allclose(model(tokens), single, atol=1e-3), "the mask has no effect"
-
-
-@VARIANTS
-@pytest.mark.parametrize("name", TRAINS_ON_CPU)
-def test_masked_documents_have_the_gradients_of_single_documents(variant, name):
-    model = make_model(variant, attend=BACKENDS[name].attend)
-    masked, single = logits_of_documents(model, random_tokens(B=1))
-    dy = torch.randn(masked.shape, generator=torch.Generator().manual_seed(0))
-    parameters = list(model.parameters())
-    gradients = torch.autograd.grad(masked, parameters, dy)
-    expected = torch.autograd.grad(single, parameters, dy)
-    torch.testing.assert_close(gradients, expected, atol=2e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -268,16 +231,6 @@ def test_generate_with_a_low_temperature_appends_the_most_likely_token():
     model = make_peaked_model()
     greedy = model.generate(random_tokens(), 5, top_k=1)
     assert torch.equal(model.generate(random_tokens(), 5, temperature=1e-6), greedy)
-
-
-def test_generate_gives_the_same_tokens_with_the_same_seed():
-    model = make_peaked_model()
-    samples = []
-    for seed in (1, 1, 2):
-        torch.manual_seed(seed)
-        samples.append(model.generate(random_tokens(T=5), 20).tolist())
-    assert samples[0] == samples[1]
-    assert samples[0] != samples[2]
 
 
 def next_tokens(model, top_k) -> set[int]:

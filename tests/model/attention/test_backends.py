@@ -303,13 +303,6 @@ def test_flex_builds_a_mask_once_for_all_layers(block_masks):
     assert block_masks.cache_info().misses == 1
 
 
-def test_flex_builds_a_mask_for_each_window(block_masks):
-    qkv = random_qkv(replace(REQUEST, grad=False))
-    flex(*qkv, window=3)
-    assert_equal_to_naive(flex, qkv, window=5)
-    assert block_masks.cache_info().misses == 2
-
-
 def test_flex_builds_a_mask_for_each_batch_of_documents(block_masks):
     request = replace(REQUEST, document_mask=True, grad=False)
     qkv = random_qkv(request)

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import warnings
 from dataclasses import replace
 
 import attention_helpers
@@ -22,7 +21,6 @@ from attention_helpers import (
 from helpers import ROOT, TRAINS_ON_CPU, summary
 from kernel_profiler import KERNEL_OPERATIONS, kernels_run
 from model_helpers import GROUPED
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from common.errors import UserError
 from model import GPTConfig
@@ -62,12 +60,6 @@ def test_grad_fn_shows_the_flash_kernel(attend):
 
 def test_grad_fn_shows_the_math_kernel():
     assert FLASH_NODE not in graph_nodes(sdpa(*random_qkv(REQUEST), kernels=["math"]))
-
-
-def test_grad_fn_shows_the_steps_of_naive():
-    nodes = graph_nodes(naive(*random_qkv(REQUEST)))
-    assert {"SoftmaxBackward0", "MaskedFillBackward0"} <= nodes
-    assert FLASH_NODE not in nodes
 
 
 # Single calls
@@ -137,11 +129,6 @@ def test_resolved_kernel_runs_when_compiled(device, case):
         check_resolved_kernel(device, case, compiled=True)
 
 
-@pytest.mark.parametrize("config", all_variants().values(), ids=all_variants())
-def test_all_variants_are_attention_functions(config):
-    assert callable(get_attention_fn(config))
-
-
 @pytest.mark.parametrize(
     ("name", "config"),
     [
@@ -161,7 +148,10 @@ def test_variant_has_the_settings_of_its_name(name, config):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (choose("nave"), "attention.backend=nave is unknown; set one of auto, naive, sdpa"),
+        (
+            choose("nave"),
+            "attention.backend=nave is unknown .*; set one of auto, naive, sdpa",
+        ),
         (choose("naive", ["math"]), r"attention.kernels=\[math\]; set null$"),
         (choose("sdpa", ["mth"]), r"attention.kernels=\[mth\]; set null or \[cudnn\] or \[flash\]"),
         (choose("sdpa", flash_package="FA3"), "attention.flash_package=FA3; set null$"),
@@ -208,39 +198,6 @@ def test_compiler_can_be_set_by_the_environment(monkeypatch):
     assert missing_compiler(REQUEST.device) is None
 
 
-SHARED_MEMORY_ERROR = (
-    "No valid triton configs. OutOfMemoryError: out of resource: "
-    "Required: 262144 Hardware limit:232448"
-)
-
-
-@pytest.fixture
-def flex_without_shared_memory(monkeypatch):
-    """FlexAttention on a GPU whose shared memory is too small. Fake tensors need no GPU."""
-
-    def attend(*qkv, **options):
-        warnings.warn("of a module that Inductor imports", stacklevel=1)
-        raise RuntimeError(f"{SHARED_MEMORY_ERROR}\n\nSet TORCHDYNAMO_VERBOSE=1")
-
-    monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)
-    monkeypatch.setitem(BACKENDS, "flex", replace(BACKENDS["flex"], attend=attend))
-    with FakeTensorMode():
-        yield
-
-
-@pytest.mark.filterwarnings("ignore:of a module")
-def test_flex_with_too_large_heads_for_the_gpu_is_refused(flex_without_shared_memory):
-    large = replace(REQUEST_CUDA, dtype=torch.bfloat16, D=512, Dv=512, grad=False)
-    message = rf"flex cannot run on cuda \({SHARED_MEMORY_ERROR}\); set attention=naive"
-    with pytest.raises(UserError, match=message):
-        resolve(choose("flex"), large)
-
-
-def test_flex_with_small_heads_is_not_compiled(flex_without_shared_memory):
-    small = replace(REQUEST_CUDA, dtype=torch.bfloat16, D=64, Dv=64, grad=False)
-    assert resolve(choose("flex"), small).resolved == "flex"
-
-
 # Models
 
 MODEL = GPTConfig(**GROUPED | dict(window=[4, None], dropout=0.1))
@@ -261,12 +218,6 @@ def test_model_is_refused_if_one_of_its_layers_is_refused(changed, message):
     model = replace(MODEL, **changed)
     with pytest.raises(UserError, match=message):
         resolve_model(choose("flash", flash_package="FA3"), model, grad=True, **ON_CUDA)
-
-
-def test_model_with_a_document_mask_is_refused_by_flash_on_cuda():
-    model = replace(MODEL, window=None)
-    with pytest.raises(UserError, match="document masks"):
-        resolve_model(choose("flash"), model, grad=False, document_mask=True, **ON_CUDA)
 
 
 def test_training_is_refused_by_a_backend_without_gradients():
@@ -371,17 +322,6 @@ def test_model_trains_and_generates_with_each_backend(train, sample, device, nam
     resolved = summary("a")["attention"]["resolved"]
     assert resolved == name or BACKENDS[name].kernels
     assert sample("run=a", *shared, "max_new_tokens=5")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("device", "name"), per_device(cpu=TRAINS_ON_CPU, cuda=backends_on("cuda"))
-)
-def test_training_is_planned_with_each_backend(train, device, name):
-    if device.type == "cuda":
-        resolve_or_skip(choose(name), REQUEST_CUDA)
-    shared = [f"attention={name}", f"device={device}", "dtype=bfloat16"]
-    assert train(*shared, "model.n_embd=64", "plan=true") == 0
 
 
 # torch.compile

@@ -47,8 +47,6 @@ def test_refusal_on_cpu_names_the_setting_to_change(name, changed, problem, sett
         ("flash", {"window": 4}, "windows", "model.window=null"),
         ("flash", {"document_mask": True}, "document masks", "data.document_mask=false"),
         ("flash", {"Tq": 3}, "positions", "batch_size=1"),
-        ("flash", {"D": 512, "Dv": 512}, "256, not 512", "another model.n_head"),
-        ("flex", {"D": 8, "Dv": 8}, "16 to inf, not 8", "another model.n_head"),
         ("flex", {"dropout_p": 0.1}, "dropout", "model.dropout=0"),
         ("cudnn", {"dtype": torch.float32}, "float32", "dtype=bfloat16"),
     ],
@@ -116,8 +114,7 @@ def support_table() -> str:
     """The support table as Markdown. Devices with the same support share a row."""
     titles = ["`attention=`", "device", "dtypes"]
     titles += [feature.title for feature in FEATURES.values()]
-    titles.append("head dim")
-    rows = [titles, ["---"] * 3 + [":-:"] * (len(FEATURES) + 1)]
+    rows = [titles, ["---"] * 3 + [":-:"] * len(FEATURES)]
     for chosen in [*BACKENDS.values(), *NON_SOFTMAX.values()]:
         packages = {f"cuda {name}": support for name, support in chosen.packages.items()}
         devices_by_support: dict[Support, list[str]] = {}
@@ -127,16 +124,8 @@ def support_table() -> str:
         for support, devices in devices_by_support.items():
             dtypes = "any" if support.dtypes == ALL_DTYPES else ", ".join(support.dtypes)
             marks = ["yes" if getattr(support, key) else "no" for key in FEATURES]
-            row = [f"`{label}`", ", ".join(devices), dtypes, *marks, format_head_dims(support)]
-            rows.append(row)
+            rows.append([f"`{label}`", ", ".join(devices), dtypes, *marks])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def format_head_dims(support: Support) -> str:
-    smallest, largest = support.head_dims
-    if largest < torch.inf:
-        return f"up to {largest}"
-    return f"from {smallest}" if smallest > 1 else "any"
 
 
 def test_docs_contain_the_support_table():
