@@ -19,13 +19,16 @@ if __name__ == "__main__":  # before the slow imports below, so that a typo is r
 
 from common.console import format_si, pluralize
 from common.process import run_process
-from data.config import PrepareConfig
 from data.prepare import PreparedData, prepare
 from data.token_files import to_token_ids
 from data.tokenizer import token_strings
+from training.config import RunConfig
+from training.presets import choose_preset
 
 
-def main(config: PrepareConfig) -> int:
+def main(config: RunConfig) -> int:
+    """Prepare the data. Returns the exit code."""
+    config = choose_preset(config)  # the size of the vocabulary
     spec = None
     if config.tokenizer.run is not None:
         from training.build import load_run_tokenizer  # imports torch

@@ -55,6 +55,7 @@ from training.evaluate import Evaluator
 from training.log import RunLogger
 from training.optimizer import build_optimizers, optimizer_step, set_lr
 from training.plan import show_plan
+from training.presets import choose_preset
 from training.run_folder import RunFolder, open_run_folder
 from training.runtime import build_grad_scaler, resolve_runtime, seed_device
 from training.schedule import lr_scale
@@ -63,6 +64,7 @@ from training.train_state import TrainState
 
 def main(config: RunConfig) -> int:
     """Train a model. Returns the exit code."""
+    config = choose_preset(config)  # values for the size of the text, and for the time
     runtime = resolve_runtime(config)  # refuses what cannot run here, before a file is written
     dist = runtime.dist
     device = runtime.device

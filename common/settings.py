@@ -7,7 +7,7 @@ import difflib
 import json
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import field, fields, is_dataclass
+from dataclasses import field, fields, is_dataclass, replace
 from math import inf
 from typing import Any
 
@@ -149,15 +149,32 @@ def did_you_mean(wrong: str, options: Iterable[str], synonyms: dict[str, str]) -
     return ""
 
 
-def list_keys(config_type: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def list_keys(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield all keys of a config dataclass with their types.
 
     These are keys of sections and of settings: ("model", GPTConfig), ("model.n_layer", int), ...
     """
-    for entry in fields(config_type):
+    for entry in fields(config):
         yield prefix + entry.name, entry.type
-        if is_dataclass(entry.type):
-            yield from list_keys(entry.type, f"{prefix}{entry.name}.")
+        value = getattr(config, entry.name)
+        if is_dataclass(value):
+            yield from list_keys(value, f"{prefix}{entry.name}.")
+
+
+def set_values(config: Any, values: dict[str, Any]) -> Any:
+    """A copy of a config dataclass with other values.
+
+    values: nested, as in {"model": {"n_layer": 2}}.
+    """
+    changes = {}
+    for key, value in values.items():
+        current = getattr(config, key)
+        if is_dataclass(current):
+            value = set_values(current, value)
+        elif isinstance(current, dict):  # named configs of the same type: the sources of data.mix
+            value = {name: set_values(type(config)(), part) for name, part in value.items()}
+        changes[key] = value
+    return replace(config, **changes)
 
 
 def flatten_dict(config: dict, prefix: str = "") -> dict:

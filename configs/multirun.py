@@ -7,18 +7,22 @@ import itertools
 import os
 import re
 from argparse import Namespace
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
 from hydra import compose
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, QuotedString, Transformer
+from hydra.errors import OverrideParseException
 
 from common.errors import UserError
 from common.run_paths import JOB, RUNS, SWEEPS, make_new_folder
-from common.settings import flatten_dict
-from configs.compose import compose_config, hydra_initialized, parse_word
+from common.settings import flatten_dict, format_value
+from configs.compose import compose_config, hydra_loader
 from sweep.jobs import Job, identify_config, read_started_jobs
 from sweep.launch import run_sweep
+from training.presets import choose_preset
 
 
 def run_multirun(flags: Namespace) -> int:
@@ -30,17 +34,8 @@ def run_multirun(flags: Namespace) -> int:
         raise UserError("-m does not work under torchrun, because it starts one process per run")
     if flags.cfg or "plan=true" in flags.words:
         raise UserError("--cfg and plan=true describe one run; remove -m, and set single values")
-    fixed = []  # words that are the same for all jobs
-    swept = {}
-    with hydra_initialized("train", flags.config_dir):
-        for word in flags.words:
-            override = parse_word("train", word)
-            if override.is_sweep_override():
-                swept[override.key_or_group] = override
-            else:
-                fixed.append(word)
     launcher = compose_launcher(flags.launcher_words)
-    jobs = make_jobs(list_combinations(swept), fixed, flags.config_dir)
+    jobs = make_jobs(flags.words, flags.config_dir)
     return run_sweep(jobs, launcher)
 
 
@@ -51,73 +46,88 @@ def compose_launcher(words: list[str]) -> Any:
     """
     if not words:
         return None
-    with hydra_initialized("train", None):
-        overrides = [*words, "hydra.job.name=train"]
-        return compose("train", overrides=overrides, return_hydra_config=True)
+    with hydra_loader():
+        return compose(overrides=[*words, "hydra.job.name=train"], return_hydra_config=True)
 
 
-def list_combinations(swept: dict[str, Override]) -> list[dict[str, str]]:
-    """List every combination of the values of the swept keys: [{key: "key=value"}, ...].
+def list_values(words: list[str]) -> dict[str, list[str]]:
+    """List the values of each key, in Hydra's syntax for sweeps.
 
-    The seed changes slowest, so that changes in the machine's speed affect all settings equally.
-    Raises UserError if a key has a continuous range, or no key has several values.
+    A comma separates values, except in brackets and quotes. A single value is used as typed.
     """
-    words = {}
-    for key in sorted(swept, key=lambda key: key != "seed"):
-        if not swept[key].is_discrete_sweep():
-            raise UserError(
-                f"{key} has a range without steps; list its values, or "
-                "search as in docs/training.md"
-            )
-        words[key] = [f"{key}={value}" for value in swept[key].sweep_string_iterator()]
-    combinations = [
-        dict(zip(words, job, strict=True)) for job in itertools.product(*words.values())
+    values = {}
+    with hydra_loader() as loader:
+        parser = OverridesParser.create(loader)
+        for word in words:
+            key, _, value = word.partition("=")
+            values[key] = [value]
+            with suppress(OverrideParseException):  # a value such as a path with ( and )
+                (override,) = parser.parse_overrides([word])
+                if override.is_sweep_override():
+                    values[key] = list_swept_values(override)
+    return values
+
+
+def list_swept_values(override: Override) -> list[str]:
+    """The values of a swept key as text, without quotes around them."""
+    if not override.is_discrete_sweep():
+        advice = "list its values, or search as in docs/training.md"
+        raise UserError(f"{override.input_line} has no steps; {advice}")
+    return [
+        value.text if isinstance(value, QuotedString) else str(Transformer.encode(value))
+        for value in override.sweep_iterator(Transformer.identity)
     ]
-    if len(combinations) == 1:
-        advice = "set seed=1,2,3, for example (and data.path=[A],[B] for paths and names)"
-        raise UserError(f"-m needs several values for at least one key; {advice}, or remove -m")
-    return combinations
 
 
-def make_jobs(
-    combinations: list[dict[str, str]], fixed: list[str], config_dir: str | None
-) -> list[Job]:
+def make_jobs(words: list[str], config_dir: str | None) -> list[Job]:
     """Compose and check the jobs of a sweep. Raises UserError before anything is written.
 
-    combinations: words of each job, {key: "key=value"}. fixed: words of all jobs.
+    words: of the command line. At least one key has several values. The seed changes slowest, so
+    that changes in the machine's speed affect all settings equally.
     """
-    names = [name_job(words) for words in combinations]
+    values = list_values(words)
+    swept = sorted(key for key in values if len(values[key]) > 1)
+    if not swept:
+        advice = "set seed=1,2,3, for example, or remove -m"
+        raise UserError(f"-m needs several values for at least one key; {advice}")
+    keys = sorted(values, key=lambda key: key != "seed")
+    names, all_words, configs = [], [], []
+    for combination in itertools.product(*(values[key] for key in keys)):
+        texts = dict(zip(keys, combination, strict=True))
+        job_words = [f"{key}={text}" for key, text in texts.items()]
+        names.append(name_job({key: texts[key] for key in swept}))
+        all_words.append(job_words)
+        configs.append(choose_preset(compose_config("train", job_words, config_dir)))
     if len(set(names)) < len(names):
         raise UserError(f"{max(names, key=names.count)} would be trained twice; list it once")
-    all_words = [[*fixed, *words.values()] for words in combinations]
-    configs = [compose_config("train", words, config_dir) for words in all_words]
     label = f"{configs[0].data.name}-{configs[0].model.name}"
     sweep = configs[0].name or make_new_folder(SWEEPS, label)
     if (RUNS / sweep / "config.yaml").exists():  # preset=auto would be the preset of this run
         raise UserError(f"{RUNS / sweep} is a run; set another name for the sweep")
     started = read_started_jobs(SWEEPS / sweep)
     jobs = []
-    for name, words, config in zip(names, all_words, configs, strict=True):
-        values = asdict(config)
+    for name, job_words, config in zip(names, all_words, configs, strict=True):
+        settings = asdict(config)
         # A job that an earlier command has started keeps its name
-        name = started.get(identify_config(flatten_dict(values)), name)
-        values["name"] = f"sweeps/{sweep}/{name}"
-        values["wandb"]["group"] = config.wandb.group or os.environ.get("WANDB_RUN_GROUP") or sweep
+        name = started.get(identify_config(flatten_dict(settings)), name)
+        settings["name"] = f"sweeps/{sweep}/{name}"
+        group = config.wandb.group or os.environ.get("WANDB_RUN_GROUP") or sweep
+        settings["wandb"]["group"] = group
         arguments = [
-            *words,
-            f"name={values['name']}",
-            f"wandb.group={values['wandb']['group']}",
-            f"preset={config.preset or 'auto'}",  # with auto, a job would measure its speed again
+            *job_words,
+            f"name={settings['name']}",
+            f"wandb.group={group}",
+            f"preset={format_value(config.preset)}",  # auto would measure the speed again
         ]
         if config_dir:
             arguments = ["--config-dir", config_dir, *arguments]
-        jobs.append(Job(name, SWEEPS / sweep / name, arguments, values))
+        jobs.append(Job(name, SWEEPS / sweep / name, arguments, settings))
     return jobs
 
 
-def name_job(words: dict[str, str]) -> str:
-    """Name a job by its words, sorted by key: attention=naive,seed=1. Raises UserError."""
-    name = ",".join(words[key] for key in sorted(words)).replace("'", "")
+def name_job(values: dict[str, str]) -> str:
+    """Name a job by its swept values: attention=naive,seed=1. Raises UserError."""
+    name = ",".join(f"{key}={value}" for key, value in values.items()).replace('"', "")
     name = re.sub(r"[^A-Za-z0-9._=,+-]", "_", name)
     if not JOB.fullmatch(name):
         raise UserError(f"{name[:60]}... is too long for the name of a run; sweep fewer keys")

@@ -1,28 +1,25 @@
-"""The configs of all scripts. Those of train.py, bench.py and prepare.py are in their packages.
+"""The configs of all scripts. Those of train.py and bench.py are in their packages.
 
 Each line has a key, its type, default, limits and meaning. Nothing here imports torch.
 """
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Any
 
 from attention_bench.config import BenchConfig
 from common.errors import UserError
-from common.settings import Rule, list_keys, setting
-from data.config import DataConfig, PrepareConfig
+from common.settings import Rule, setting
+from data.config import DataConfig
 from generation.config import CheckpointChoice, LoadConfig, SamplingConfig
-from training.config import OPTIMIZER_CONFIGS, RunConfig
+from training.config import RunConfig
 
 
 @dataclass
 class SampleConfig(SamplingConfig, LoadConfig):
     """Config of sample.py."""
 
-    # may contain \\n, \\r, \\t and \\\\; None: the sample begins a document
-    prompt: str | None = None
+    # may contain \\n, \\r, \\t and \\\\; empty: the sample begins a document
+    prompt: str = ""
     prompt_file: str | None = None  # file whose exact text is the prompt
     prompts: str | None = None  # file with one prompt per line, or .jsonl with {"prompt": ...}
     out: str | None = None  # FILE.jsonl for the samples of prompts; None: stdout
@@ -36,7 +33,7 @@ class SampleConfig(SamplingConfig, LoadConfig):
     def rules(self, section: str) -> Iterator[Rule]:
         yield from super().rules(section)
         keys = ("prompt", "prompt_file", "prompts", "interactive")
-        modes = [key for key in keys if getattr(self, key) not in (None, False)]
+        modes = [key for key in keys if getattr(self, key)]
         if len(modes) > 1:
             raise UserError(f"{' and '.join(modes)} exclude each other; set one of them")
         yield (
@@ -108,23 +105,47 @@ SCRIPTS = {
     "train": RunConfig,
     "sample": SampleConfig,
     "eval": EvalScriptConfig,
-    "prepare": PrepareConfig,
+    "prepare": RunConfig,  # the same words as for train.py
     "bench": BenchConfig,
     "compare": CompareConfig,
     "export": ExportConfig,
 }
 
 
-@cache
-def key_types(script: str) -> dict[str, Any]:
-    """The types of all keys of a script, with the keys of every optimizer."""
-    types = dict(list_keys(SCRIPTS[script]))
-    if "optimizer" in types:
-        for optimizer_type in OPTIMIZER_CONFIGS.values():
-            types |= dict(list_keys(optimizer_type, "optimizer."))
-    return types
-
-
-def key_type(script: str, key: str) -> Any:
-    """The type of a key, or None if it does not exist. data.mix.NAME has the keys of data."""
-    return key_types(script).get(re.sub(r"^data\.mix\.[^.]+", "data", key))
+# Our keys and settings, and the keys of other programs for which they are suggested: of nanoGPT,
+# transformers and litgpt.
+SYNONYMS = {
+    "name": "out_dir output_dir run_name wandb_run_name",
+    "run": "name ckpt",
+    "checkpoint": "ckpt",
+    "device=cuda": "gpu",
+    "dtype": "precision",
+    "dtype=float16": "fp16",
+    "dtype=bfloat16": "bf16",
+    "attention=flash": "flash flash_attn",
+    "optimizer.lr": "learning_rate",
+    "optimizer.betas": "beta1 beta2",
+    "schedule.warmup_steps": "warmup_iters",
+    "schedule.final_fraction": "min_lr",
+    "train.steps": "max_iter max_iters lr_decay_iters",
+    "train.epochs": "num_train_epochs",
+    "train.batch_size": "batch",
+    "train.micro_batch_size": "batch gradient_accumulation_steps grad_accum accumulate "
+    "per_device_train_batch_size",
+    "eval.every": "eval_interval log_interval",
+    "eval.windows": "eval_iters",
+    "checkpoint.every": "save_every save_interval save_steps",
+    "wandb.mode": "wandb_log",
+    "model.n_head": "num_attention_heads num_heads",
+    "model.n_embd": "hidden_size d_model width dim",
+    "model.n_layer": "num_hidden_layers depth",
+    "model.block_size": "seq_len seq_length context_length context max_seq_length n_ctx ctx",
+    "model.window": "window_size",
+    "block_sizes": "block_size",
+    "backends": "attention",
+    "prompt": "start",
+    "num_samples": "n",
+    "temperature": "temp",
+    "eval.sample.temperature": "temp",
+    "max_new_tokens": "length num_tokens max_tokens",
+}

@@ -107,13 +107,3 @@ class TokenizerConfig:
             yield "vocab_size", self.vocab_size is None, f"is not for {self.name}; set null"
         is_valid = (self.name == "run") == (self.run is not None)
         yield "run", is_valid, "and tokenizer=run need each other; set both"
-
-
-@dataclass
-class PrepareConfig:
-    """Config of prepare.py."""
-
-    # The preset that has set the size of the vocabulary (training/presets.py).
-    preset: str | None = None
-    data: DataConfig = field(default_factory=python_stdlib)
-    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)

@@ -45,9 +45,9 @@ class GPTConfig:
     mlp_width: int | None = setting(None, 1, 10**7)
     position: str = setting("rotary", choices=("learned", "rotary"))
     # a name, or a list of names, which repeats over the layers
-    attention_type: Any = setting("softmax", choices=ATTENTION_TYPES)
+    attention_type: list[str] | str = setting("softmax", choices=ATTENTION_TYPES)
     # number of keys per query, including its own; None: all; a list repeats over the layers
-    window: Any = setting(None, 1, 10**9)
+    window: int | list[int | None] | None = setting(None, 1, 10**9)
     # normalize queries and keys
     qk_norm: bool = True
     # rotate half of the channels only, and take the other half of each key from the previous token

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from common.console import print_text
 from common.errors import EXIT_CODES, UserError
-from common.files import parse_yaml, read_file, read_json, write_json
+from common.files import read_json, write_json
 from common.settings import describe_changes, flatten_dict
-from training.run_folder import write_config
+from training.run_folder import read_config, read_trained_config, write_config
 
 SCRIPT = Path(__file__).parents[1] / "train.py"
 SWEEP_KEYS = ("name", "wandb.group")  # are set by the sweep
@@ -49,17 +49,6 @@ class Job:
             raise UserError(f"{self.folder} was trained with {', '.join(fixed)}; {advice}")
 
 
-def read_job_config(folder: Path) -> dict:
-    """Read the flat config of a job. Raises UserError if it is damaged."""
-    return read_file(folder / "config.yaml", lambda text: flatten_dict(parse_yaml(text)))
-
-
-def read_trained_config(folder: Path) -> dict:
-    """Read the flat config of a run; {} if it has no checkpoint."""
-    has_checkpoint = any(folder.glob("checkpoints/*.pt"))
-    return read_job_config(folder) if has_checkpoint else {}
-
-
 def identify_config(config: dict) -> str:
     """A text that is equal for two flat configs with equal settings, except SWEEP_KEYS."""
     settings = {key: value for key, value in config.items() if key not in SWEEP_KEYS}
@@ -73,7 +62,7 @@ def read_started_jobs(sweep: Path) -> dict[str, str]:
     this name.
     """
     return {
-        identify_config(read_job_config(path.parent)): path.parent.name
+        identify_config(read_config(path.parent)): path.parent.name
         for path in sorted(sweep.glob("*/config.yaml"))
     }
 

@@ -16,12 +16,10 @@ WIDTH = 100
 
 def format_defaults() -> str:
     """The default values, one paragraph per section, and the values of the presets."""
-    # the default optimizer is muon
-    presets = {key.replace("muon.", "optimizer."): values for key, values in PRESETS.items()}
     sections: dict[str, list[str]] = {}
     for key, value in flatten_dict(asdict(RunConfig(preset="auto"))).items():
         section, _, name = key.rpartition(".")
-        mark = "*" if key in presets else ""
+        mark = "*" if key in PRESETS else ""
         sections.setdefault(section, []).append(f"{name}={format_value(value)}{mark}")
     lines = []
     for section, values in sections.items():
@@ -30,7 +28,7 @@ def format_defaults() -> str:
             " ".join(values), WIDTH, initial_indent=f"{first:13}", subsequent_indent=" " * 13
         )
     lines += ["", f"{'* is the value of a preset:':31}" + "".join(f"{size:>8}" for size in SIZES)]
-    for key, values in presets.items():
+    for key, values in PRESETS.items():
         lines.append(f"{key:31}" + "".join(f"{value:>8g}" for value in values))
     return "\n".join(lines)
 

@@ -19,6 +19,7 @@ from configs.cli import parse_config
 from data.loader import Loader
 from model.gpt import GPT
 from training.optimizer import OPTIMIZERS
+from training.presets import choose_preset
 from training.speed import Speed
 
 # The files of a run
@@ -62,7 +63,7 @@ def test_run_folder_has_the_documented_files(finished):
 
 def test_config_yaml_has_the_complete_config(finished):
     with chdir(finished):
-        config = asdict(parse_config("train", "", [*TINY, "name=a"]))
+        config = asdict(choose_preset(parse_config("train", "", [*TINY, "name=a"])))
     text = (finished / "runs/a/config.yaml").read_text(encoding="utf-8")
     assert yaml.safe_load(text) == config
 
@@ -372,7 +373,7 @@ def test_run_with_minutes_keeps_its_preset_when_it_resumes(workdir, monkeypatch,
     assert run_command("train", *words, "train.minutes=1e-6") == 0
     first = yaml.safe_load(Path("runs/a/config.yaml").read_text(encoding="utf-8"))
     assert f"preset   {first['preset']}, for " in capsys.readouterr().out
-    monkeypatch.setattr("configs.preset.measure_speed", lambda *_: 1e18)  # of another machine
+    monkeypatch.setattr("training.presets.measure_speed", lambda *_: 1e18)  # of another machine
     assert run_command("train", *words, "train.minutes=10") == 0
     second = yaml.safe_load(Path("runs/a/config.yaml").read_text(encoding="utf-8"))
     assert second["preset"] == first["preset"]

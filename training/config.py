@@ -187,7 +187,13 @@ class WandbConfig:
 
 @dataclass
 class RunConfig:
-    """Config of train.py. RunConfig() is the default run."""
+    """Config of train.py. RunConfig() is the default run.
+
+    set_keys: the keys that words and YAML files have set, for choose_preset. It has no annotation,
+    so it is no field, and no part of config.yaml.
+    """
+
+    set_keys = frozenset()
 
     # run folder in runs/; None: <time>-<data>-<model>-<attention>
     name: str | None = None
@@ -212,7 +218,7 @@ class RunConfig:
     world_size: int | None = setting(None, 1, 10**6)
     # resume runs/<name> if it exists; False: refuse to change an existing run
     resume: bool = True
-    # the preset that has set values for the amount of text, and time (training/presets.py)
+    # values for the amount of text, and time (training/presets.py); None: the defaults
     preset: str | None = None
     model: GPTConfig = field(default_factory=GPTConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)

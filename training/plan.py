@@ -1,7 +1,6 @@
 """plan=true: prints parameters, FLOPs, memory, steps and time of a run, without training it."""
 
 import math
-import statistics
 from collections.abc import Callable
 
 import torch
@@ -15,7 +14,6 @@ from data.tokenizer import OPENAI_SIZES
 from model.attention import naive
 from model.flops import (
     attention_flops_per_token,
-    flops_per_token,
     params_by_part,
     weight_flops_per_token,
 )
@@ -26,15 +24,14 @@ from training.build import load_run_tokenizer
 from training.config import RunConfig
 from training.optimizer import build_optimizers, state_by_name
 from training.parallel import FSDP2
+from training.presets import choose_preset
 from training.runtime import Runtime, resolve_runtime
-from training.speed import peak_flops, time_calls
-
-MEASURED_SECONDS = 2.0  # for measuring the speed
-MAX_MEASURED_PASSES = 50
+from training.speed import measure_flops_per_second
 
 
 def show_plan(config: RunConfig) -> int:
     """Print the plan of a run on rank 0. Returns the exit code."""
+    config = choose_preset(config)
     runtime = resolve_runtime(config)
     if runtime.dist.is_main:
         for title, value in make_plan(config, runtime):
@@ -180,33 +177,3 @@ def list_parts(
         if count > 0:
             rows.append((f"  {name}", f"{format_count(count)} ({count / total:.1%})"))
     return rows
-
-
-def run_micro_batch(batch_size: int, config: RunConfig, runtime: Runtime, model: GPT) -> None:
-    """Run a forward and backward pass on random tokens."""
-    shape = (batch_size, config.model.block_size)
-    tokens = torch.randint(model.vocab_size, shape, device=runtime.device)
-    doc_ids = torch.zeros_like(tokens) if config.data.document_mask else None
-    with runtime.autocast():
-        loss = model(tokens, tokens, doc_ids=doc_ids)
-    loss.backward()
-
-
-def measure_flops_per_second(config: RunConfig, runtime: Runtime, vocab_size: int) -> float:
-    """Measure the median FLOP/s of a device in forward and backward passes, for two seconds.
-
-    The first pass loads kernels, so it counts only if there is no time for others.
-    """
-    device = runtime.device
-    block_size = config.model.block_size
-    flops_per_sequence = block_size * flops_per_token(config.model, vocab_size, block_size)
-    in_one_second = int(0.5 * peak_flops(device, runtime.dtype) / flops_per_sequence)
-    batch_size = max(1, min(runtime.micro_batch_size, in_one_second))
-    model = GPT(config.model, vocab_size, runtime.attend).to(device)
-
-    def run_pass() -> None:
-        run_micro_batch(batch_size, config, runtime, model)
-        model.zero_grad(set_to_none=True)
-
-    seconds = time_calls(run_pass, device, 1, MEASURED_SECONDS, MAX_MEASURED_PASSES)
-    return batch_size * flops_per_sequence / statistics.median(seconds[1:] or seconds)

@@ -14,8 +14,9 @@ import yaml
 from filelock import FileLock, Timeout
 
 from common.errors import UserError, error_message, status_of
-from common.files import atomic_write, read_json, write_json
+from common.files import atomic_write, parse_yaml, read_file, read_json, write_json
 from common.run_paths import RUNS, make_new_folder
+from common.settings import flatten_dict
 
 if TYPE_CHECKING:  # these import torch, which sweeps do not need
     from training.config import RunConfig
@@ -32,6 +33,17 @@ def write_config(folder: Path, config: dict) -> None:
 def summary_key(name: str) -> str:
     """The name in summary.json of a metric's newest value: val/loss -> last_val_loss, lr -> lr."""
     return f"last_{name.replace('/', '_')}" if "/" in name else name
+
+
+def read_config(folder: Path) -> dict:
+    """Read config.yaml as a flat dict. Raises UserError if it is damaged."""
+    return read_file(folder / "config.yaml", lambda text: flatten_dict(parse_yaml(text)))
+
+
+def read_trained_config(folder: Path) -> dict:
+    """Read the flat config of a run; {} if it has no checkpoint."""
+    has_checkpoint = any(folder.glob("checkpoints/*.pt"))
+    return read_config(folder) if has_checkpoint else {}
 
 
 def open_run_folder(config: "RunConfig", dist: "Dist") -> "RunFolder":

@@ -11,7 +11,13 @@ from typing import Any
 
 import torch
 
-from training.config import WARMUP_STEPS
+from model.flops import flops_per_token
+from model.gpt import GPT
+from training.config import WARMUP_STEPS, RunConfig
+from training.runtime import Runtime
+
+MEASURED_SECONDS = 2.0  # for measuring the FLOP/s of a device
+MAX_MEASURED_PASSES = 50
 
 
 def synchronize(device: torch.device) -> None:
@@ -101,6 +107,36 @@ def _elapsed_seconds(start: Any, end: Any) -> float:
         return end - start
     end.synchronize()
     return start.elapsed_time(end) / 1000
+
+
+def measure_flops_per_second(config: RunConfig, runtime: Runtime, vocab_size: int) -> float:
+    """Measure the median FLOP/s of a device in forward and backward passes, for two seconds.
+
+    The first pass loads kernels, so it counts only if there is no time for others.
+    """
+    device = runtime.device
+    block_size = config.model.block_size
+    flops_per_sequence = block_size * flops_per_token(config.model, vocab_size, block_size)
+    in_one_second = int(0.5 * peak_flops(device, runtime.dtype) / flops_per_sequence)
+    batch_size = max(1, min(runtime.micro_batch_size, in_one_second))
+    model = GPT(config.model, vocab_size, runtime.attend).to(device)
+
+    def run_pass() -> None:
+        run_micro_batch(batch_size, config, runtime, model)
+        model.zero_grad(set_to_none=True)
+
+    seconds = time_calls(run_pass, device, 1, MEASURED_SECONDS, MAX_MEASURED_PASSES)
+    return batch_size * flops_per_sequence / statistics.median(seconds[1:] or seconds)
+
+
+def run_micro_batch(batch_size: int, config: RunConfig, runtime: Runtime, model: GPT) -> None:
+    """Run a forward and backward pass on random tokens."""
+    shape = (batch_size, config.model.block_size)
+    tokens = torch.randint(model.vocab_size, shape, device=runtime.device)
+    doc_ids = torch.zeros_like(tokens) if config.data.document_mask else None
+    with runtime.autocast():
+        loss = model(tokens, tokens, doc_ids=doc_ids)
+    loss.backward()
 
 
 # Peak FLOP/s of dense matrix products, from the data sheets. The names are complete: variants of

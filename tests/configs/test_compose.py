@@ -1,199 +1,117 @@
-"""Composing configs: every choice, the default data, text as typed, and YAML files of the user."""
+"""Composing configs: every choice, the default data, text as typed, YAML files, and errors."""
 
 import pytest
-from data_helpers import write_file, write_table
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
-from omegaconf import OmegaConf
+from config_helpers import MINE, name_case, parse, refuse, write_recipe
+from data_helpers import write_file
 
-from common.errors import UserError
 from configs.cli import parse_config
-from configs.compose import (
-    UserFolder,
-    compose_config,
-    hydra_initialized,
-    list_choices,
-    parse_word,
-)
+from configs.compose import CONFIGS, compose_config, list_choices, list_groups
 from data import DataConfig
-from training.config import RunConfig
 
-CHOICES = list_choices("train")
-RECIPES = CHOICES.pop("experiment")
-CHOICES["data"].remove("mix")  # it needs sources
-# Words that a choice needs, and words with which a data set needs no download.
-REQUIRED = {"run": ["tokenizer.run=a"]}
-LOCAL = ["data.path=text.txt"]
-
-
-@pytest.mark.parametrize(
-    ("group", "choice"), [(group, choice) for group in CHOICES for choice in CHOICES[group]]
-)
-def test_every_choice_composes(group, choice, workdir):
-    config = parse_config("train", "", [f"{group}={choice}", *LOCAL, *REQUIRED.get(choice, [])])
-    section = getattr(config, group)
-    name = section.backend if group == "attention" else section.name
-    assert name == ("text" if choice == "python_stdlib" else choice)
+CHOICES = [
+    (group, choice)
+    for group in list_groups("train")
+    for choice in list_choices(group, [CONFIGS])
+    if choice != "mix"  # it needs sources
+]
+DEFAULT = DataConfig(name="python_stdlib", source="python_stdlib")
+TEXT = DataConfig(name="text", source="text", path="text.txt")
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_every_recipe_composes(recipe, workdir):
-    parse_config("train", "", [f"experiment={recipe}", *LOCAL])
-
-
-# The data
+@pytest.mark.parametrize(("group", "choice"), CHOICES)
+def test_every_choice_composes(group, choice):
+    words = ["data.path=a", f"{group}={choice}"]
+    if choice == "run":
+        words.append("tokenizer.run=a")
+    config = parse_config("train", "", words)
+    if group not in ("experiment", "data"):
+        key = "backend" if group == "attention" else "name"
+        assert getattr(getattr(config, group), key) == choice
 
 
 @pytest.mark.parametrize("script", ["train", "prepare", "eval"])
-def test_data_path_replaces_the_default_data(script, workdir):
-    config = parse_config(script, "", ["data.path=text.txt"])
-    assert config.data == DataConfig(name="text", source="text", path="text.txt")
+def test_data_path_replaces_the_default_data(script):
+    assert parse(script, "data.path=text.txt", key="data") == TEXT
 
 
 def test_data_path_of_a_recipe_replaces_the_default_data(workdir):
-    write_file("own/experiment/mine.yaml", "data: {path: text.txt}")
-    config = parse_config("train", "", ["--config-dir", "own", "experiment=mine"])
-    assert config.data == DataConfig(name="text", source="text", path="text.txt")
+    write_recipe("data: {path: text.txt}")
+    assert parse("train", *MINE, key="data") == TEXT
 
 
-def test_data_path_reads_a_local_copy_of_a_data_set(workdir):
-    config = parse_config("train", "", ["data=openwebtext", "data.path=text.txt"])
-    assert (config.data.name, config.data.source) == ("openwebtext", "hub")
+def test_data_path_reads_a_local_copy_of_a_data_set():
+    data = parse("train", "data=openwebtext", "data.path=text.txt", key="data")
+    assert (data.name, data.source) == ("openwebtext", "hub")
 
 
 def test_path_replaces_the_default_data_in_a_mix(workdir):
     write_file("own/data/mine.yaml", "defaults: [mix, python_stdlib@mix.a, python_stdlib@mix.b]")
     words = ["--config-dir", "own", "data=mine", "data.mix.a.path=text.txt"]
-    mix = parse_config("train", "", words).data.mix
-    assert (mix["a"].name, mix["a"].source) == ("text", "text")
-    assert (mix["b"].name, mix["b"].source) == ("python_stdlib", "python_stdlib")
+    assert parse("train", *words, key="data.mix") == {"a": TEXT, "b": DEFAULT}
 
 
-@pytest.mark.parametrize("script", ["train", "prepare"])
-@pytest.mark.parametrize("preset", ["auto", "1MB"])
-def test_missing_file_is_refused_when_the_config_is_composed(script, preset, workdir):
-    words = ["data.path=missing.txt", f"preset={preset}"]
-    with pytest.raises(UserError, match=r"data\.path=missing\.txt has no file to read"):
-        compose_config(script, words)
+def test_config_knows_which_keys_are_set(workdir):
+    write_recipe("defaults: [override /tokenizer: byte]\ntrain: {steps: 5}")
+    config = parse_config("train", "", [*MINE, "model=gpt2", "seed=3"])
+    keys = {"train.steps", "tokenizer.vocab_size", "model.n_layer", "seed"}
+    assert keys <= config.set_keys
+    assert not {"train.batch_size", "model.dropout", "optimizer.lr"} & config.set_keys
 
 
-# Text of the command line
+# Text
 
-
-OTHER_TYPES = ["null", "true", "1e5", "007", "[1]", "{a: b}", "${seed}", "\\${seed}", ""]
-SPECIAL_CHARACTERS = [
-    "été",
-    "def f(x):",
-    "it's",
-    'say "hi"',
-    "a=b",
-    "Hello, world",
-    "#no comment",
-    "~a",
-    "back\\slash\\",
-    "\\'",
-    "two\nlines",
-    "\t",
-    " x ",
+CHARACTERS = [
+    *("???", "${x}", "${", "null", "true", "1e5", "007", "[1]", "[END]", "{a: b}", "\\${seed}", ""),
+    *("été", "def f(x):", "it's", 'say "hi"', '"quoted"', "a=b", "Hello, world", "#no comment"),
+    *("~a", "back\\slash\\", "\\'", "two\nlines", "\\n", "\t", " x "),
 ]
 
 
-@pytest.mark.parametrize("text", OTHER_TYPES + SPECIAL_CHARACTERS)
+@pytest.mark.parametrize("text", CHARACTERS)
 def test_prompt_is_used_as_typed(text):
-    assert parse_config("sample", "", [f"prompt={text}"]).prompt == text
+    assert parse("sample", f"prompt={text}", key="prompt") == text
 
 
-@settings(max_examples=15, deadline=None)
-@given(
-    text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)
-    | st.text(alphabet="\\'\"${}()[], =", max_size=12)
-)
-def test_random_prompt_is_used_as_typed(text):
-    assert parse_config("sample", "", [f"prompt={text}"]).prompt == text
+@pytest.mark.parametrize("text", [text for text in CHARACTERS if text not in ("null", "")])
+@pytest.mark.parametrize("key", ["data.separator", "wandb.project"])
+def test_text_of_a_key_is_used_as_typed(key, text):
+    assert parse("train", "data.path=a", f"{key}={text}", key=key) == text
 
 
-@pytest.mark.parametrize(
-    "separator", ["[SEP]", "[a, b]", "#", "\"'", r"\n", "1e3", "a,b", "{x}", "${seed}"]
-)
-def test_separator_is_used_as_typed(workdir, separator):
-    config = parse_config("train", "", ["data.path=text.txt", f"data.separator={separator}"])
-    assert config.data.separator == separator
+def test_text_of_a_mix_is_used_as_typed():
+    words = ["data=mix", "data.mix.a.source=hub", "data.mix.a.repo=1e3"]
+    assert parse("train", *words, key="data.mix") == {"a": DataConfig(source="hub", repo="1e3")}
 
 
-def test_path_is_used_as_typed(workdir):
-    name = write_file("a, (b)=1e5.txt", "text " * 300)
-    assert parse_config("train", "", [f"data.path={name}"]).data.path == name
+@pytest.mark.parametrize("path", ["[2024]", "a, (b)=1e5.txt", "a.txt,b.txt", "$HOME/*.txt", "2024"])
+def test_path_is_used_as_typed(path):
+    assert parse("train", f"data.path={path}", key="data.path") == path
 
 
-@pytest.mark.parametrize(("typed", "name"), [("1e5", "1e5"), ("null", None)])
-def test_name_is_used_as_typed_except_null(typed, name, workdir):
-    config = parse_config("train", "", [f"name={typed}", "data.path=text.txt"])
-    assert config.name == name
-
-
-TEXT_KEYS = ["name", "wandb.project", "data.revision", "data.mix.a.revision"]
-LIKE_OTHER_TYPES = [
-    *("no", "on", "true", "False", "007", "1e3", "1.10", "-.5", "0x1F", "1:30", "12e45", "1_000"),
-    *("+1", "inf", "NaN", "2020-01-01", "08", "1 2", "[a]", "{a: b}", "a'b"),
-]
-short_texts = st.text(alphabet="0123456789abefinotruxy._+", min_size=1, max_size=5)
-plain_texts = st.sampled_from(LIKE_OTHER_TYPES) | short_texts.filter(
-    lambda text: text.lower() != "null"
-)
-
-
-def parse_value(key: str, value: str):
-    """The value of key=value in a config of train.py."""
-    with hydra_initialized("train", None):
-        return parse_word("train", f"{key}={value}").value()
-
-
-@settings(max_examples=30, deadline=None)
-@given(key=st.sampled_from(TEXT_KEYS), text=plain_texts)
-@example("wandb.project", "1e3")
-@example("data.revision", "12e45")
-@example("data.mix.a.revision", "1.10")
-def test_text_key_gets_the_typed_characters(key, text):
-    assert parse_value(key, text) == text
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "expected"),
-    [
-        ("wandb.tags", "[a, b ,'1,2,3']", ["a", "b", "1,2,3"]),
-        ("wandb.tags", r"""['it\'s, 1', "1.10"]""", ["it's, 1", "1.10"]),
-        ("data.path", "[a.txt, texts/*.txt]", ["a.txt", "texts/*.txt"]),
-        ("eval.sample.stop", '["a, b", "."]', ["a, b", "."]),
-        ("wandb.project", "'1e3'", "1e3"),
-        ("wandb.project", '"a, b"', "a, b"),
-        ("wandb.project", "null", None),
-        ("optimizer.betas", "[0.9,1e-3]", [0.9, 1e-3]),
-        ("model.window", "[64,null]", [64, None]),
-    ],
-)
-def test_values_have_the_types_of_their_keys(key, value, expected):
-    assert parse_value(key, value) == expected
-
-
-def test_numbers_are_decimal(workdir):
-    """In YAML 1.1, a leading zero means octal."""
-    write_file("own/experiment/mine.yaml", "train: {batch_size: 0400}")
-    words = ["--config-dir", "own", "experiment=mine", "data.path=text.txt", "train.steps=010"]
-    config = parse_config("train", "", words)
-    assert (config.train.batch_size, config.train.steps) == (400, 10)
+def test_several_paths_are_a_list_in_json():
+    assert parse("train", 'data.path=["a, b", "c"]', key="data.path") == ["a, b", "c"]
 
 
 # YAML files of the user
 
 
-@pytest.mark.parametrize(
-    "header", ["", "# @package _global_\n", "# mine\n# @package _global_\n", "\n# mine\n"]
-)
+@pytest.mark.parametrize("header", ["", "# @package _global_\n", "# mine\n# @package _global_\n"])
 def test_words_override_a_recipe_of_the_user(header, workdir):
-    write_file("own/experiment/mine.yaml", f"{header}train: {{steps: 7, batch_size: 3}}\n")
-    words = ["--config-dir", "own", "experiment=mine", "train.batch_size=5"]
-    config = parse_config("train", "", words)
-    assert (config.train.steps, config.train.batch_size) == (7, 5)
+    write_recipe(f"{header}train: {{steps: 7, batch_size: 3}}\n")
+    train = parse("train", *MINE, "train.batch_size=5", key="train")
+    assert (train.steps, train.batch_size) == (7, 5)
+
+
+def test_recipe_extends_another_one_and_chooses_groups(workdir):
+    write_recipe("defaults: [shakespeare_char_cpu, override /optimizer: muon]\ntrain: {steps: 7}")
+    config = parse_config("train", "", MINE)
+    assert (config.model.n_embd, config.train.batch_size, config.train.steps) == (128, 12, 7)
+    assert (config.optimizer.name, config.schedule.name) == ("muon", "cosine")
+
+
+def test_choice_of_a_word_replaces_the_choice_of_a_recipe():
+    words = ["experiment=shakespeare_char_cpu", "optimizer=muon"]
+    assert parse("train", *words, key="optimizer.name") == "muon"
 
 
 def test_yaml_file_without_a_backend_has_the_default_backend(workdir):
@@ -202,46 +120,85 @@ def test_yaml_file_without_a_backend_has_the_default_backend(workdir):
     assert (attention.backend, attention.kernels) == ("auto", ["math"])
 
 
-@settings(
-    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+@pytest.mark.parametrize(
+    ("content", "key", "expected"),
+    [
+        ("name: 1e3", "name", "1e3"),
+        ("wandb: {project: no}", "wandb.project", "no"),
+        ("wandb: {project: 2020-01-01}", "wandb.project", "2020-01-01"),
+        ("wandb: {tags: [1.10, 007]}", "wandb.tags", ["1.10", "007"]),
+        ("eval: {sample: {stop: '???'}}", "eval.sample.stop", "???"),
+        ("eval: {sample: {stop: '${x}'}}", "eval.sample.stop", "${x}"),
+        ("eval: {sample: {stop: '[END]'}}", "eval.sample.stop", "[END]"),
+        ("eval: {sample: {stop: [a, 'b, c']}}", "eval.sample.stop", ["a", "b, c"]),
+        ("data: {path: 1e3.csv, text_column: 12e45}", "data.text_column", "12e45"),
+        ("optimizer: {lr: 1e-3}", "optimizer.lr", 1e-3),
+        ("train: {minutes: null, steps: 1_000}", "train.steps", 1000),
+        ("eval: {initial: no}", "eval.initial", False),
+        ("model: {window: [64, null]}", "model.window", [64, None]),
+        ("", "seed", 1337),
+    ],
 )
-@given(texts=st.lists(short_texts.filter(lambda text: text != "null"), min_size=4, max_size=4))
-@example(texts=["no", "1e3", "007", "1.10"])
-@example(texts=["1:30", "true", "2020-01-01", "08"])
-def test_text_keys_of_a_yaml_file_get_the_typed_characters(texts, workdir):
-    name, project, first, second = texts
-    content = f"name: {name}\nwandb: {{project: {project}, tags: [{first}, {second}]}}"
-    write_file("own/experiment/mine.yaml", content)
-    values = UserFolder("user", "user://own").load_config("experiment/mine").config
-    config = OmegaConf.merge(OmegaConf.structured(RunConfig), values)
-    assert [config.name, config.wandb.project, *config.wandb.tags] == texts
+def test_values_of_a_yaml_file_have_the_types_of_their_keys(content, key, expected, workdir):
+    write_recipe(content)
+    assert parse("train", *MINE, key=key) == expected
+
+
+# Errors: one sentence with the key, and what to set
 
 
 @pytest.mark.parametrize(
-    ("content", "section", "key", "expected"),
+    ("script", "words", "parts"),
     [
-        ("optimizer: {lr: 1e-3}", "optimizer", "lr", 1e-3),
-        ("optimizer: {betas: [.9, 0.950]}", "optimizer", "betas", [0.9, 0.95]),
-        ("train: {steps: 1_000}", "train", "steps", 1000),
-        ("train: {micro_batch_size: 4}", "train", "micro_batch_size", 4),
-        ("train: {minutes: null, steps: 1}", "train", "minutes", None),
-        ("eval: {initial: no}", "eval", "initial", False),
-        ("model: {window: [64, null]}", "model", "window", [64, None]),
+        ("train", ["model=gpt3"], ("model=gpt3", "(did you mean gpt2?)", "llama")),
+        ("train", ["experiment=null"], ("experiment=null", "finetune_gpt2, gpt2_124m")),
+        ("train", ["-m", "attention=naive,falsh"], ("attention=falsh", "(did you mean flash?)")),
+        ("train", ["optimizer=adamw", "optimizer.momentum=0.9"], ("optimizer.momentum:",)),
+        ("train", ["train.steps=many"], ("train.steps=many", "int | None")),
+        ("train", ["model.n_layer=null"], ("model.n_layer=null", "type int")),
+        ("train", ["optimizer.betas=0.9"], ("optimizer.betas=0.9", "list[float]")),
+        ("bench", ["block_sizes=[64,a]"], ("block_sizes=[64,a]", "list[int]")),
+        ("train", ["train=5"], ("train=5", "set its keys, such as train.steps")),
+        ("train", ["data.mix=[a]"], ("data.mix=[a]", "dict")),
+        ("train", ["train.steps=1,000"], ("train.steps=1,000", "several values need -m")),
+        ("train", ["attention=naive,flash"], ("attention=naive,flash", "several values need -m")),
+        ("bench", ["backends=naive,flash"], ("backends=naive,flash", "[a,b]")),
+        ("compare", ["out="], ("out=", "str | None")),
+        ("train", ["train.steps="], ("train.steps=", "int | None")),
+    ],
+    ids=name_case,
+)
+def test_word_that_does_not_compose_is_refused(script, words, parts, workdir, capsys):
+    message = refuse(capsys, script, *words)
+    assert all(part in message for part in parts), message
+
+
+@pytest.mark.parametrize(
+    ("content", "parts"),
+    [
+        ("train: {stesp: 3}", ("train.stesp:", "(did you mean train.steps?)")),
+        ("eval-every: 5", ("eval-every:", "(did you mean eval.every?)")),
+        ("model: {_target_: os.system}", ("model._target_: there is no such key",)),
+        ("train: {steps: many}", ("train.steps=many", "int | None")),
+        ("wandb: {project: [a]}", ("wandb.project=[a]", "str | None")),
+        ("train: null", ("train=null", "set its keys, such as train.steps")),
+        ("defaults: [model: gpt2]", ("experiment/model/gpt2",)),
+        ("defaults: [override /model: gpt3]", ("model/gpt3", "llama")),
+        ("defaults: [mine]", ("recursion",)),
+        ("train: &a {steps: *a}", ("recursion",)),
+        ("train: [", ("own/experiment/mine.yaml", "line 1")),
+        ("seed: 1\nseed: 2", ("own/experiment/mine.yaml", "duplicate key")),
+        ("[1]", ("not a mapping",)),
+        ("5", ("int",)),
+        (b"# caf\xe9", ("utf-8",)),
+        # Hydra itself cannot be changed, because its settings could run code
+        ("hydra: {launcher: {_target_: os.system}}", ("hydra.launcher._target_",)),
+        ("# @package hydra.launcher\n_target_: os.system", ("_target_: there is no such key",)),
+        ("defaults: [override /hydra/launcher: basic]", ("mine.yaml sets hydra",)),
+        ("defaults: [/model@hydra.launcher: gpt2]", ("mine.yaml sets hydra",)),
     ],
 )
-def test_numbers_and_switches_of_a_yaml_file_are_converted(
-    content, section, key, expected, workdir
-):
-    write_file("own/experiment/mine.yaml", content)
-    config = parse_config("train", "", ["--config-dir", "own", "experiment=mine", *LOCAL])
-    assert getattr(getattr(config, section), key) == expected
-
-
-def test_text_of_a_mix_is_used_as_typed(workdir):
-    content = "defaults: [mix, text@mix.a, _self_]\nmix: {a: {path: 1e3.csv, name: 1.10}}"
-    write_file("own/data/mine.yaml", content)
-    write_table("1e3.csv", text=["a"])
-    words = ["data=mine", "data.mix.a.prompt_column=007", "data.mix.a.text_column=12e45"]
-    source = compose_config("prepare", words, "own").data.mix["a"]
-    assert (source.path, source.name) == ("1e3.csv", "1.10")
-    assert (source.prompt_column, source.text_column) == ("007", "12e45")
+def test_wrong_yaml_file_is_refused(content, parts, workdir, capsys):
+    write_recipe(content)
+    message = refuse(capsys, "train", *MINE)
+    assert all(part in message for part in parts), message

@@ -14,20 +14,13 @@ def recipe():
     return parse_config("train", "", ["experiment=gpt2_124m"])
 
 
-def test_model_is_gpt2(recipe):
-    model = recipe.model
+def test_values_are_nanogpts(recipe):
+    model, optimizer, schedule = recipe.model, recipe.optimizer, recipe.schedule
     assert (model.n_layer, model.n_head, model.n_embd, model.block_size) == (12, 12, 768, 1024)
-
-
-def test_optimizer_and_schedule_are_nanogpts(recipe):
-    optimizer, schedule = recipe.optimizer, recipe.schedule
     assert (optimizer.name, optimizer.lr) == ("adamw", 6e-4)
     assert (optimizer.betas, optimizer.weight_decay) == ([0.9, 0.95], 0.1)
     assert (schedule.name, schedule.warmup_steps, schedule.final_fraction) == ("cosine", 2000, 0.1)
     assert (recipe.train.steps, recipe.train.grad_clip) == (600_000, 1.0)
-
-
-def test_data_and_tokenizer_are_nanogpts(recipe):
     assert (recipe.data.repo, recipe.tokenizer.name) == ("Skylion007/openwebtext", "gpt2")
 
 
