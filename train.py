@@ -71,7 +71,7 @@ def main(config: RunConfig) -> int:
     dist.connect(device, runtime.dtype)  # refuses processes with different dtypes
 
     with ExitStack() as stack:
-        export = stack.enter_context(WandbExport())
+        export = stack.enter_context(WandbExport())  # waits after the run folder is complete
         # run folder: its name, its lock, and whether the run resumes
         run = stack.enter_context(open_run_folder(config, dist))
 

@@ -38,7 +38,7 @@ class BenchConfig:
     value_size: int | None = setting(None, 1, 10**5)  # None: head_size
     rounds: int = setting(3, 1, 10**6)  # how often the backends take turns
     seconds: float = setting(0.1, above=0, high=1e7)  # approximate duration of a turn
-    # seconds for a turn, including compilation
+    # seconds for a turn, including compilation and the start of a process
     time_limit: float = setting(60.0, above=0, high=1e6)
     wandb: WandbConfig = field(default_factory=WandbConfig)
 

@@ -131,5 +131,5 @@ def make_label(line: list[dict]) -> str:
 def make_title(row: dict, environment: dict) -> str:
     """The shapes of all rows, and the machine."""
     shapes = f"H = {row['H']}, G = {row['G']}, D = {row['D']}, Dv = {row['Dv']}"
-    machine = f"{environment['device_name']}, {environment['threads']} threads"
-    return f"{shapes}\n{machine}, torch {environment['versions']['torch']}"
+    machine = f"{environment['device_name']}, torch {environment['versions']['torch']}"
+    return f"{shapes}\n{machine}, {environment['threads']} threads"

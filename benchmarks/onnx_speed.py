@@ -114,12 +114,12 @@ class Step(nn.Module):
         x = self.model.backbone(tokens, positions=positions, kv_cache=self)
         return self.model.logits(x[:, -1]), *self.new_cache
 
-    def store_and_attend(self, layer: int, attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, None]:
         if self.cache:
             k = torch.cat((self.cache[2 * layer], k), dim=1)
             v = torch.cat((self.cache[2 * layer + 1], v), dim=1)
         self.new_cache += [k, v]
-        return attend(q, k, v)
+        return k, v, None
 
 
 INPUTS = ["tokens", "positions", "previous_tokens"]

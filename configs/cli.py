@@ -71,12 +71,12 @@ def call_or_exit(function: Callable, *arguments: Any) -> Any:
 def format_config(config: Any) -> str:
     """A config as YAML. A config of train.py has the values of its preset.
 
-    Where they depend on the speed of this machine, which is not measured, the preset is auto.
+    With train.minutes, the preset stays auto: the choice could measure the speed of this machine.
     """
     from training.presets import choose_preset
 
-    if isinstance(config, RunConfig):
-        config = choose_preset(config, can_measure=False)
+    if isinstance(config, RunConfig) and config.train.minutes is None:
+        config = choose_preset(config)
     return yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True)
 
 

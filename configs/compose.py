@@ -111,8 +111,8 @@ def parse_text(script: str, key: str, text: Any, kinds: dict[str, Any]) -> Any:
     kind = kinds.get(re.sub(r"^data\.mix\.[^.]+", "data", key))
     if kind is None:
         suggestion = did_you_mean(key, [*kinds, *list_groups(script)], SYNONYMS)
-        advice = "see --help and --cfg job; text with spaces needs quotes"
-        raise UserError(f"{key}: there is no such key{suggestion}; {advice}")
+        hint = "" if text else " (text with spaces needs quotes)"
+        raise UserError(f"{key}: there is no such key{suggestion}; see --help and --cfg job{hint}")
     try:
         return parse_value(kind, text)
     except (ValueError, LookupError, yaml.YAMLError):

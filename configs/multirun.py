@@ -13,7 +13,7 @@ from typing import Any
 
 from hydra import compose
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, QuotedString, Transformer
+from hydra.core.override_parser.types import QuotedString, Transformer
 from hydra.errors import OverrideParseException
 
 from common.errors import UserError
@@ -63,20 +63,14 @@ def list_values(words: list[str]) -> dict[str, list[str]]:
             values[key] = [value]
             with suppress(OverrideParseException):  # a value such as a path with ( and )
                 (override,) = parser.parse_overrides([word])
-                if override.is_sweep_override():
-                    values[key] = list_swept_values(override)
+                if override.is_discrete_sweep():
+                    values[key] = list(override.sweep_iterator(format_swept_value))
     return values
 
 
-def list_swept_values(override: Override) -> list[str]:
-    """The values of a swept key as text, without quotes around them."""
-    if not override.is_discrete_sweep():
-        advice = "list its values, or search as in docs/training.md"
-        raise UserError(f"{override.input_line} has no steps; {advice}")
-    return [
-        value.text if isinstance(value, QuotedString) else str(Transformer.encode(value))
-        for value in override.sweep_iterator(Transformer.identity)
-    ]
+def format_swept_value(value: Any) -> str:
+    """A value of a sweep as text, without quotes around it."""
+    return value.text if isinstance(value, QuotedString) else str(Transformer.encode(value))
 
 
 def make_jobs(words: list[str], config_dir: str | None) -> list[Job]:
@@ -91,13 +85,12 @@ def make_jobs(words: list[str], config_dir: str | None) -> list[Job]:
         advice = "set seed=1,2,3, for example, or remove -m"
         raise UserError(f"-m needs several values for at least one key; {advice}")
     keys = sorted(values, key=lambda key: key != "seed")
-    names, all_words, configs = [], [], []
-    for combination in itertools.product(*(values[key] for key in keys)):
-        texts = dict(zip(keys, combination, strict=True))
-        job_words = [f"{key}={text}" for key, text in texts.items()]
-        names.append(name_job({key: texts[key] for key in swept}))
-        all_words.append(job_words)
-        configs.append(choose_preset(compose_config("train", job_words, config_dir)))
+    products = itertools.product(*(values[key] for key in keys))
+    combinations = [dict(zip(keys, product, strict=True)) for product in products]
+    names = [name_job({key: texts[key] for key in swept}) for texts in combinations]
+    all_words = [[f"{key}={text}" for key, text in texts.items()] for texts in combinations]
+    composed = [compose_config("train", job_words, config_dir) for job_words in all_words]
+    configs = [choose_preset(config) for config in composed]  # measures the speed once
     if len(set(names)) < len(names):
         raise UserError(f"{max(names, key=names.count)} would be trained twice; list it once")
     label = f"{configs[0].data.name}-{configs[0].model.name}"

@@ -85,14 +85,14 @@ def replace_linears(model: GPT, dtype: torch.dtype, rows: int) -> GPT:
     is_single_row = dtype == torch.float32 and rows == 1 and torch.backends.mkl.is_available()
     for name in names:
         layer = model.get_submodule(name)
+        is_packed = can_pack(layer.weight, dtype, rows)
         if dtype == torch.int8:
-            model.set_submodule(name, Int8Linear(layer))
-        elif can_pack(layer.weight, dtype, rows) and is_single_row:
-            model.set_submodule(name, SingleRowLinear(layer))
-        elif can_pack(layer.weight, dtype, rows):
-            model.set_submodule(name, InferenceLinear(layer, dtype, rows))
-        elif dtype != torch.float32:
-            model.set_submodule(name, InferenceLinear(layer, dtype))
+            layer = Int8Linear(layer)
+        elif is_packed and is_single_row:
+            layer = SingleRowLinear(layer)
+        elif is_packed or dtype != torch.float32:
+            layer = InferenceLinear(layer, dtype, rows if is_packed else None)
+        model.set_submodule(name, layer)
     return model
 
 

@@ -146,7 +146,7 @@ def generate(
     """
     if sampling.max_new_tokens == 0:
         return
-    longest_prompt = max((len(prompt.tokens) for prompt in prompts), default=0)
+    longest_prompt = max(len(prompt.tokens) for prompt in prompts)
     max_length = longest_prompt + sampling.max_new_tokens
     engine = Engine(model, sampling, min(batch_size, len(prompts)), max_length)
     end_token = end_of_text(tokenizer)

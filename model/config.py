@@ -84,22 +84,18 @@ class GPTConfig:
 
     def rules(self, section: str) -> list[Rule]:
         """Rules between settings: (key, whether its value is valid, what to set instead)."""
-        step = 2 * self.n_head  # rotary positions need an even head_dim
-        n_embd = max(1, round(self.n_embd / step)) * step
-        divisors = [str(G) for G in range(1, self.n_head + 1) if self.n_head % G == 0]
         windows = _as_list(self.window)
         types = _as_list(self.attention_type)
         return [
             (
                 "n_embd",
                 self.n_embd % self.n_head == 0,
-                f"must be a multiple of model.n_head={self.n_head}; "
-                f"set model.n_embd={n_embd}, for example",
+                f"must be a multiple of model.n_head={self.n_head}",
             ),
             (
                 "n_kv_head",
                 self.n_head % self.kv_heads == 0,
-                f"must divide model.n_head={self.n_head}; set {', '.join(divisors)} or null",
+                f"must divide model.n_head={self.n_head}; set null for one per query head",
             ),
             (
                 "window",

@@ -78,6 +78,7 @@ METRICS: dict[str, Metric] = {
     "tokens": Metric(wandb={"hidden": True}),
     "seconds": Metric(wandb={"hidden": True}),
     "flops": Metric(compare=MEAN, wandb={"hidden": True}),
+    "wall_seconds": Metric(),
     # losses
     "train/loss": Metric(wandb={"summary": "min"}),
     "val/loss": Metric(
@@ -89,6 +90,7 @@ METRICS: dict[str, Metric] = {
     ),
     "val/bpb": Metric("bits/byte", format_loss, MEAN, wandb={"summary": "min"}),
     "best_val_loss": Metric(compare=MEAN),
+    "overfitting": Metric(),
     # of runs with the same seed
     "seeds": Metric(compare=COMPUTED),
     "pairs": Metric(compare=COMPUTED),
@@ -120,6 +122,7 @@ METRICS: dict[str, Metric] = {
     ),
     "tokens_per_second": Metric(compare=STEP_MEDIAN),
     "sample_tokens_per_second": Metric(compare=STEP_MEDIAN),
+    "mfu": Metric(),
     "peak_memory_bytes": Metric("memory", format_memory, MEDIAN, in_plot=True),
     "kv_cache_bytes_per_token": Metric(compare=MEAN),
 }

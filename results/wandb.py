@@ -65,10 +65,12 @@ class WandbExport(AbstractContextManager):
         self.printer.start()
 
     def _print_lines(self) -> None:
-        for line in self.process.stdout:
-            print(line, end="", flush=True)  # above a progress bar
+        with suppress(OSError):  # the output is no longer read
+            for line in self.process.stdout:
+                print(line, end="", flush=True)  # above a progress bar
 
     def __exit__(self, *error: object) -> None:
+        """Wait. The run has ended, so Ctrl-C only ends the wait."""
         if self.process is None:
             return
         notice = Timer(NOTICE_S, print, ["waiting for wandb; Ctrl-C ends the wait"])

@@ -168,9 +168,12 @@ def modules_after(statement: str) -> set[str]:
     return set(json.loads(done.stdout))
 
 
-def test_config_checks_import_no_torch():
+def test_composition_reads_no_data_and_imports_no_torch():
     """Typos on the command line are reported before torch is imported, which takes seconds."""
-    assert not {"torch", "datasets", "wandb"} & modules_after("import configs.cli")
+    words = ["data.path=missing.txt", "train.minutes=5", "name=a"]
+    code = "import training.presets, configs.compose"
+    code += f"\nconfigs.compose.compose_config('train', {words})"
+    assert not {"torch", "datasets", "wandb"} & modules_after(code)
 
 
 def test_model_can_be_imported_with_torch_alone():

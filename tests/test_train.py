@@ -326,37 +326,22 @@ def test_float16_trains_with_its_scaler_on_cuda(train, optimizer):
     assert half[60] == pytest.approx(single[60], abs=0.1)
 
 
-@pytest.fixture
-def trained_on_cuda(train):
-    """trained_on_cuda("sdpa", ...) trains the run a for 6 steps, and then for 6 more."""
-
-    def train_twice(backend: str, *words: str) -> None:
-        resolve_or_skip(choose(backend), REQUEST_CUDA)
-        settings = ["name=a", "device=cuda", "dtype=auto", f"attention={backend}"]
-        settings += ["model.n_embd=64", "schedule.warmup_steps=100", *words]
-        assert train(*settings) == 0
-        assert train(*settings, "train.steps=12") == 0
-
-    return train_twice
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize("words", [["compile=false"], pytest.param([], marks=pytest.mark.compiles)])
+@pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.compiles)])
 @pytest.mark.parametrize("backend", ["naive", "sdpa", "flash"])
-def test_run_on_cuda_resumes(trained_on_cuda, backend, words):
-    trained_on_cuda(backend, *words)
+def test_run_on_cuda_resumes_and_can_be_sampled(train, sample, backend, compiles):
+    """By default, it is compiled and in bfloat16."""
+    resolve_or_skip(choose(backend), REQUEST_CUDA)
+    settings = ["name=a", "device=cuda", "dtype=auto", f"attention={backend}"]
+    settings += ["model.n_embd=64", "schedule.warmup_steps=100"]
+    settings += [] if compiles else ["compile=false"]
+    assert train(*settings) == 0
+    assert train(*settings, "train.steps=12") == 0
     assert [row["step"] for row in metrics("a")] == list(range(13))
-
-
-@pytest.mark.gpu
-@pytest.mark.compiles
-def test_run_on_cuda_is_compiled_and_in_bfloat16_by_default(trained_on_cuda, sample):
-    trained_on_cuda("sdpa")
     recorded = summary("a")
-    assert recorded["device"] == "cuda"
-    assert recorded["compile"] is True
-    assert sample("run=a", "device=cuda", "prompt=The 1", "max_new_tokens=5").startswith("The 1")
+    assert (recorded["device"], recorded["compile"]) == ("cuda", compiles)
     assert recorded["dtype"] == ("float32" if IS_OLD_GPU else "bfloat16")
+    assert sample("run=a", "device=cuda", "prompt=The 1", "max_new_tokens=5").startswith("The 1")
 
 
 def test_epochs_end_a_run_when_each_window_has_been_read_so_often(workdir):

@@ -24,8 +24,8 @@ def format_banner(config: RunConfig, run: RunFolder, meta: dict) -> str:
     if summary["step"] > 0:
         lines[-1] += f", resumed from step {summary['step']:,}"
     if config.preset is not None:
-        text_bytes = format_si(meta["bytes"]["train"], "B")
-        lines.append(f"preset   {config.preset}, for {text_bytes} of training text")
+        text_bytes = format_si(sum(meta["bytes"].values()), "B")
+        lines.append(f"preset   {config.preset}, for {text_bytes} of text")
         numbers = parse_preset(config.preset)
         if numbers is not None and config.train.minutes is not None:
             _, flops = numbers

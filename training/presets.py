@@ -115,20 +115,17 @@ MICRO_BATCH_TOKENS = 16384  # tokens of a forward pass on one device, at most
 SPEED_KEYS = ("train.minutes", "device", "dtype")
 
 
-def choose_preset(config: RunConfig, can_measure: bool = True) -> RunConfig:
+def choose_preset(config: RunConfig) -> RunConfig:
     """Choose the preset of a run, and set its values.
 
-    config: composed. Keys in config.set_keys keep their values.
-    can_measure: whether preset=auto may measure the speed of this machine. If it may not but has
-    to, the config is returned as it is.
+    config: composed. Keys in config.set_keys keep their values. With preset=auto and train.minutes,
+    the speed of this machine may be measured.
     Returns a new config, whose preset is None if no key takes a value from it.
     Raises UserError for an unknown preset, missing files, and values that do not fit together.
     """
-    preset = config.preset
-    if preset == "auto":
-        preset = find_preset(config, can_measure)
-    if preset is None:
+    if config.preset is None:
         return config
+    preset = find_preset(config) if config.preset == "auto" else config.preset
     values = select_values(config, preset)
     values["preset"] = preset if values else None
     config = set_values(config, nest_dict(values))
@@ -136,26 +133,24 @@ def choose_preset(config: RunConfig, can_measure: bool = True) -> RunConfig:
     return config
 
 
-def find_preset(config: RunConfig, can_measure: bool) -> str | None:
+def find_preset(config: RunConfig) -> str:
     """The recorded preset of a run; else one for its text and time, or for its text.
 
     The preset for text and time needs train.minutes instead of train.steps. The one for the text is
     the nearest size on a logarithmic scale. A text that is not on this machine counts as long,
-    unless data.text_bytes is set. None: it needs a measurement that is not allowed.
+    unless data.text_bytes is set.
     """
     sources = resolve_sources(config.data)
     text_bytes = max(1, sum(source.text_bytes or TEXT_BYTES[-1] for source in sources))
     recorded = find_recorded_preset(config, text_bytes)
-    minutes = config.train.minutes
-    is_for_text = "train.steps" in config.set_keys or config.train.init_from is not None
     if recorded is not None:
         return recorded
+    minutes = config.train.minutes
+    is_for_text = "train.steps" in config.set_keys or config.train.init_from is not None
     if minutes is None or is_for_text:
         return min(SIZES, key=lambda size: abs(math.log(SIZES[size] / text_bytes)))
     speed = config.flops_per_second
     if speed is None:
-        if not can_measure:
-            return None
         speed = measure_speed(config.device, config.dtype, config.world_size)
     return name_preset(text_bytes, 60 * minutes * speed)
 
@@ -247,7 +242,7 @@ def name_preset(text_bytes: float, flops: float) -> str:
 
 
 def parse_preset(preset: str | None) -> tuple[float, float] | None:
-    """Bytes of training text, and FLOPs. None if the preset has no FLOPs."""
+    """Bytes of text, and FLOPs. None if the preset has no FLOPs."""
     match = re.fullmatch(r"([1-9]\.?\d*e\d+)-([1-9]\.?\d*e\d+)", preset or "")
     if match is None:
         return None

@@ -43,7 +43,6 @@ from model.attention.linear import linear_attention, linear_attention_scores
 from model.attention.resolve import (
     ResolvedAttention,
     all_variants,
-    fastest_backend,
     get_attention_fn,
     missing_compiler,
     pin_kernel_under_compile,

@@ -148,6 +148,7 @@ def test_folder_has_the_fastest_backends_and_the_machine(finished_bench):
     assert (finished_bench / "config.yaml").exists()
     assert summary["fastest"]["decode, causal, float32, T = 8"] in ("naive", "flash")
     assert len(summary["fastest"]) == 3
+    assert summary["status"] == "finished"
     assert summary["versions"]["torch"]
 
 

@@ -48,9 +48,18 @@ def test_two_names_of_one_dtype_are_measured_once():
     assert [group[0]["dtype"] for group in groups] == ["float32", "bfloat16"]
 
 
-def test_heads_default_to_each_other():
-    case = make_case(n_kv_head=None, value_size=None)
-    assert (case["H"], case["G"], case["D"], case["Dv"]) == (4, 4, 8, 8)
+def test_auto_is_the_dtype_of_train(monkeypatch):
+    monkeypatch.setattr(measure_module, "resolve_dtype", lambda name, device: torch.float16)
+    assert make_case(dtypes=["auto"])["dtype"] == "float16"
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [({}, (4, 2, 8, 6)), ({"n_kv_head": None, "value_size": None}, (4, 4, 8, 8))],
+)
+def test_heads_default_to_each_other(changes, expected):
+    case = make_case(**changes)
+    assert (case["H"], case["G"], case["D"], case["Dv"]) == expected
 
 
 def test_inputs_of_decode_have_the_layout_of_the_kv_cache():

@@ -37,11 +37,6 @@ def test_previous_file_is_replaced_and_not_overwritten(tmp_path):
     assert path.read_text(encoding="utf-8") == "new"
 
 
-def test_bytes_of_a_file_name_that_are_not_utf_8_are_escaped(tmp_path):
-    atomic_write(tmp_path / "a.txt", "caf\udce9")
-    assert (tmp_path / "a.txt").read_bytes() == rb"caf\udce9"
-
-
 def test_json_file_that_does_not_exist_is_empty(tmp_path):
     assert read_json(tmp_path / "a.json") == {}
 
@@ -80,17 +75,6 @@ def test_text_in_utf_16_is_refused_in_any_script(tmp_path, text, encoding):
     path.write_text(text, encoding=encoding)
     with pytest.raises(UserError, match=r"prompt_file=a has NUL bytes, .*iconv"):
         read_text(str(path), "prompt_file=a")
-
-
-def test_text_with_few_nul_bytes_is_read(tmp_path):
-    path = tmp_path / "a.txt"
-    path.write_bytes(b"alice 1\0bob 22\0" * 50)
-    assert read_text(str(path), "prompt_file=a") == "alice 1\0bob 22\0" * 50
-
-
-def test_missing_text_file_is_refused_with_its_name(tmp_path):
-    with pytest.raises(UserError, match=r"none\.txt cannot be read .*; set a text file"):
-        read_text(str(tmp_path / "none.txt"), "prompt_file=none.txt")
 
 
 def test_yaml_whose_aliases_stand_for_billions_of_values_is_refused(tmp_path):

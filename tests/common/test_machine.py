@@ -1,5 +1,6 @@
 """The settings device and dtype, memory, and the description of the machine."""
 
+import os
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -117,6 +118,8 @@ def test_peak_memory_counts_freed_memory_until_it_is_reset():
     call_glibc("malloc_trim", 0)  # of earlier tests, which a tensor could reuse
     reset_peak_memory(CPU)
     before = peak_memory_bytes(CPU)
+    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
+    assert before == pytest.approx(pages * os.sysconf("SC_PAGE_SIZE"), rel=0.02)
     torch.ones(size, dtype=torch.uint8)
     call_glibc("malloc_trim", 0)
     peak = peak_memory_bytes(CPU)

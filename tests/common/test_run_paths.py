@@ -63,11 +63,6 @@ def test_run_without_a_checkpoint_is_refused_with_the_nearest_name(runs, wrong, 
         find_run(wrong)
 
 
-def test_first_command_is_named_if_there_is_no_run(workdir):
-    with pytest.raises(UserError, match=r"run=last has no checkpoint .* python train.py"):
-        find_run("last")
-
-
 @pytest.fixture
 def two_checkpoints(workdir) -> None:
     write_run("a", checkpoint="best")

@@ -143,10 +143,6 @@ def test_word_that_is_no_setting_is_refused(word, capsys):
     assert f"{word.partition('=')[0]}: there is no such key" in error
 
 
-def test_key_without_a_value_is_refused(capsys):
-    assert "train.steps=: set a value of type int | None" in refuse(capsys, "train", "train.steps")
-
-
 def test_text_without_quotes_gets_advice(capsys):
     error = refuse(capsys, "sample", "prompt=Hello", "world")
     assert "world: there is no such key" in error

@@ -28,6 +28,7 @@ from configs.values import parse_value
         (list[str] | None, "[1.10, no]", ["1.10", "no"]),
         (list[str] | str, "[linear,softmax]", ["linear", "softmax"]),
         (list[str] | str, "linear", "linear"),
+        (list[str] | str, "null", "null"),
         (int | list[int | None] | None, "[64,null]", [64, None]),
         (Any, "[END]", "[END]"),
         (Any, "[2024]", "[2024]"),

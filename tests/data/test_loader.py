@@ -80,6 +80,8 @@ def test_order_is_the_permutation_of_the_random_generator():
     x, _, _ = loader.batch("train", 0, 300)
     assert x[:, 0].tolist() == ((order * 10 + phase) % 3000).tolist()
     assert loader.orders[0].itemsize == 2
+    first, second = make_loader([3000, 3000], 9, 10, 7, (1.0, 1.0)).orders
+    assert first.tolist() == order.tolist() != second.tolist()
     phases = [int(loader.batch("train", 300 * epoch, 1)[0][0, 0]) % 10 for epoch in range(40)]
     assert len(set(phases)) > 7
 

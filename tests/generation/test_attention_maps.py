@@ -1,10 +1,8 @@
 """Attention weights and statistics, compared with their definitions, and plots of the weights."""
 
 import math
-import shutil
 import warnings
-from contextlib import chdir, redirect_stderr, redirect_stdout
-from io import StringIO
+from contextlib import chdir
 
 import pytest
 import torch
@@ -76,16 +74,12 @@ def test_weights_equal_the_formula(variant):
     torch.testing.assert_close(attention_maps(model, tokens).double(), expected, atol=1e-7, rtol=0)
 
 
-def test_keys_outside_the_window_have_no_weight():
-    full, windowed = attention_maps(make_peaked_model(WINDOW), random_tokens(1, 9))
+def test_keys_outside_the_window_or_the_document_have_no_weight():
+    doc_ids = torch.tensor([[0] * 5 + [1] * 4])
+    full, windowed = attention_maps(make_peaked_model(WINDOW), random_tokens(1, 9), doc_ids)
     assert (full.tril(-3) > 0).any()
     assert (windowed.tril(-3) == 0).all()
-
-
-def test_keys_of_another_document_have_no_weight():
-    doc_ids = torch.tensor([[0] * 5 + [1] * 4])
-    weights = attention_maps(make_peaked_model(WINDOW), random_tokens(1, 9), doc_ids)
-    assert (weights[:, :, 5:, :5] == 0).all()
+    assert (full[:, 5:, :5] == 0).all()
 
 
 def test_weights_of_linear_attention_are_causal_and_sum_to_one():
@@ -220,20 +214,14 @@ def test_labels_are_the_tokens_of_the_prompt(tmp_path, monkeypatch, text, expect
     assert labels == expected
 
 
-def test_plots_of_a_prompt_are_an_overview_and_a_plot_per_layer(
-    folder_with_a_run, tmp_path, monkeypatch
-):
-    """In the folder of the run that was newest when the model was loaded."""
-    shutil.copytree(folder_with_a_run, tmp_path, dirs_exist_ok=True)
-    monkeypatch.chdir(tmp_path)
-    out = StringIO()
-    err = StringIO()
-    with redirect_stdout(out), redirect_stderr(err):
-        assert run_command("sample", "attention_map=true", "prompt=" + 9 * "The ") == 0
-    names = {path.name for path in (tmp_path / "runs/a/attention").iterdir()}
+def test_plots_of_a_prompt_are_an_overview_and_a_plot_per_layer(trained, workdir, capsys):
+    """The run is the newest one, run=last. Its context is 16 tokens."""
+    assert run_command("sample", "attention_map=true", "prompt=" + 9 * "The ") == 0
+    names = {path.name for path in (workdir / "runs/a/attention").iterdir()}
     assert names == {"layer-01.png", "layer-02.png", "overview.png"}
-    assert out.getvalue() == ""
-    assert "overview.png of the last 16 tokens" in err.getvalue()
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "overview.png of the last 16 tokens" in err
 
 
 @pytest.mark.parametrize("prompt", ["", "T"])
@@ -269,7 +257,7 @@ def test_evaluations_plot_attention_maps_and_log_statistics(run_with_maps, monke
         assert row["attention_maps"] == f"attention/step-{row['step']:06d}.png"
         picture = run_with_maps / "runs/a" / row["attention_maps"]
         assert picture.read_bytes().startswith(PNG)
-    assert summary("a")["attention_entropy"] == metrics("a")[-1]["attention/entropy"]
+    assert summary("a")["last_attention_entropy"] == metrics("a")[-1]["attention/entropy"]
 
 
 @pytest.mark.parametrize("key", ["train/loss", "sample"])

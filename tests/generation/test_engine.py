@@ -116,11 +116,10 @@ def test_invalid_sampling_settings_are_refused():
 
 def make_chunks(*chunks: str) -> list[TextChunk]:
     """Chunks from strings such as "0a" (text a of sample 0) and "1b." (b, the end of sample 1)."""
-    result = []
-    for chunk in chunks:
-        finish_reason = "stop" if chunk.endswith(".") else None
-        result.append(TextChunk(int(chunk[0]), chunk[1:], 1, finish_reason))
-    return result
+    return [
+        TextChunk(int(chunk[0]), chunk[1:], 1, "stop" if chunk.endswith(".") else None)
+        for chunk in chunks
+    ]
 
 
 def test_chunks_are_sorted_by_sample():

@@ -57,12 +57,6 @@ def test_refused_line_is_reported_and_does_not_end_the_command(type_lines, line)
     assert [text[:5] for text in out.splitlines()] == ["The 1", "The 2"]
 
 
-def test_empty_line_after_a_refused_line_continues_the_last_sample(type_lines):
-    out, _ = type_lines("The 1\nÜ\n\n".encode(), "max_new_tokens=1")
-    _, second = out.splitlines()
-    assert len(second) == 1
-
-
 @pytest.mark.parametrize(
     ("typed", "lines"),
     [

@@ -11,10 +11,9 @@ from model.attention import BACKENDS
 from model.flops import kv_cache_bytes_per_token
 
 COMPILED = [pytest.mark.compiles, pytest.mark.slow]
-BACKEND_NAMES = []
-for name in ON_CPU:
-    marks = COMPILED if BACKENDS[name].needs_compiler else []
-    BACKEND_NAMES.append(pytest.param(name, marks=marks))
+BACKEND_NAMES = [
+    pytest.param(name, marks=COMPILED if BACKENDS[name].needs_compiler else []) for name in ON_CPU
+]
 
 
 def assert_logits_equal_without_cache(model, prompts):

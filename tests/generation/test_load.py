@@ -15,11 +15,6 @@ from model import AttentionConfig, GPTConfig
 from model.attention import naive
 
 
-def test_loaded_model_is_in_eval_mode(trained):
-    model, _ = load_run("a")
-    assert not model.training
-
-
 def test_loaded_model_generates_the_sample_of_the_command(trained, sample):
     model, tokenizer = load_run("a")
     prompt = Prompt(tokenizer.encode("The 1"), seed=3)

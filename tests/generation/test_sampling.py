@@ -190,11 +190,6 @@ def test_sample_ends_before_the_stop_string_that_is_complete_first(pieces, stops
     assert shown + detokenizer.pending == complete
 
 
-def test_stop_string_can_contain_a_carriage_return():
-    detokenizer = make_detokenizer(stop="\r\n", max_new_tokens=99)
-    assert push_all(detokenizer, b"a\rb\nc\r\nd") == ("a\rb\nc", "stop")
-
-
 @pytest.mark.parametrize(
     ("text", "settings", "expected"),
     [

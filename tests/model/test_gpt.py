@@ -113,13 +113,6 @@ def test_key_offset_takes_half_of_the_channels_from_the_previous_key():
     assert (k[:, 0, :, 4:] == 0).all()
 
 
-@pytest.mark.parametrize("head_dim", [1, 2, 3, 6])
-def test_model_with_a_key_offset_runs_with_few_channels_per_head(head_dim):
-    position = "learned" if head_dim % 2 else "rotary"
-    model = make_model(MODERN | dict(n_embd=4 * head_dim, position=position))
-    assert model(random_tokens()).isfinite().all()
-
-
 # Softcaps
 
 

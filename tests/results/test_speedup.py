@@ -176,6 +176,13 @@ def test_length_without_all_seeds_is_ignored(tmp_path):
     assert format_cell(compare_rows(complete)[-1], "speedup") == "1.41 (1.41–1.41)"  # noqa: RUF001
 
 
+def test_repeated_length_is_ignored(tmp_path):
+    runs = write_runs(tmp_path, CURVE, 1.5)
+    again = [run for run in write_runs(tmp_path / "again", {100: 2.9}, 1.5) if run.name[0] == "a"]
+    rows = compare_rows(runs + again)
+    assert format_cell(rows[3], "speedup") == "1.41 (1.41–1.41)"  # noqa: RUF001
+
+
 def test_run_that_ended_early_has_no_speedup(tmp_path):
     """Time limits and train.patience end runs before train.steps."""
     row = compare_rows(write_runs(tmp_path, CURVE, 1.5, step=99))[-1]

@@ -220,6 +220,7 @@ def test_verdict_on_another_training(tmp_path, differences, verdict):
     assert compare_two(tmp_path, LR, differences, second=2e-3) == verdict
 
 
-def test_variant_without_a_pair_has_no_verdict(tmp_path):
+def test_variant_without_a_pair_has_no_verdict_and_no_advice(tmp_path):
     runs = write_run(tmp_path / "a", 1), write_run(tmp_path / "b", 2, changes=LR)
-    assert compare_rows(list(runs))[1]["verdict"] == Value()
+    _, row = compare_rows(list(runs))
+    assert (row["verdict"], row["speedup_problem"]) == (Value(), Value())

@@ -118,7 +118,7 @@ def test_best_weights_are_an_artifact_of_type_model(logged):
 
 
 def test_wandb_shows_the_command_of_the_training(logged, in_folder):
-    (command,) = ([e["program"], *e["args"]] for e in logged.environment if "program" in e)
+    (command,) = ([e["program"], *e.get("args", [])] for e in logged.environment if "program" in e)
     assert command == shlex.split(summary("a")["command"])[1:]
 
 

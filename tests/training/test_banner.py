@@ -32,7 +32,7 @@ META = {
     "vocab_size": 300,
     "tokenizer": {"name": "bpe"},
     "tokens": {"train": 16_000, "val": 2_000},
-    "bytes": {"train": 40_000},
+    "bytes": {"train": 40_000, "val": 4_000},
 }
 
 
@@ -69,7 +69,7 @@ def test_banner_has_the_step_from_which_a_run_resumes(config):
 
 def test_banner_has_the_preset(config):
     config.preset = "100kB"
-    assert "preset   100kB, for 40 kB of training text\n" in banner(config)
+    assert "preset   100kB, for 44 kB of text\n" in banner(config)
 
 
 def test_banner_has_the_size_of_the_ngram_table(config):

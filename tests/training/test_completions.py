@@ -55,33 +55,20 @@ def completion_losses(
 VAL_ROWS: Rows = [("What is 4? ", "It is 16."), ("Ask? ", ""), ("", "It is 1.")]
 
 
-@pytest.fixture(scope="module")
-def validated(tmp_path_factory) -> tuple[dict, list[float]]:
-    """The last row of metrics of a run, and the losses of all validation targets."""
-    folder = tmp_path_factory.mktemp("validated")
-    write_rows(folder / "rows.jsonl", ROWS)
-    write_rows(folder / "val.jsonl", VAL_ROWS)
+def test_validation_counts_only_the_completions(tmp_path):
+    write_rows(tmp_path / "rows.jsonl", ROWS)
+    write_rows(tmp_path / "val.jsonl", VAL_ROWS)
     settings = ["data.val_path=val.jsonl", "data.document_mask=true", "eval.windows=null"]
-    train_in(folder, "name=a", "model.block_size=64", *PAIRS, *settings)
-    with chdir(folder):
+    train_in(tmp_path, "name=a", "model.block_size=64", *PAIRS, *settings)
+    with chdir(tmp_path):
         model, tokenizer = load_run("a", checkpoint="last")
         last = metrics("a")[-1]
     nats: list[float] = []
     for i, row in enumerate(VAL_ROWS):
         nats += completion_losses(model, tokenizer, row, is_first=i == 0)
-    return last, nats
-
-
-def test_validation_loss_is_the_mean_over_the_completions(validated):
-    last, nats = validated
-    assert last["val/loss"] == pytest.approx(sum(nats) / len(nats), abs=1e-5)
-
-
-def test_bits_per_byte_count_the_bytes_of_the_completions(validated):
-    last, nats = validated
     num_bytes = sum(len(completion) for _, completion in VAL_ROWS)
-    expected = sum(nats) / math.log(2) / num_bytes
-    assert last["val/bpb"] == pytest.approx(expected, abs=1e-5)
+    assert last["val/loss"] == pytest.approx(sum(nats) / len(nats), abs=1e-5)
+    assert last["val/bpb"] == pytest.approx(sum(nats) / math.log(2) / num_bytes, abs=1e-5)
 
 
 def test_evaluation_without_a_completion_is_refused(train, workdir, capsys):
@@ -105,32 +92,23 @@ def split(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def step_losses(split) -> list[tuple[float, tuple[int, ...]]]:
-    """The mean loss over all targets of each step, and the number of targets per sequence."""
-    with chdir(split):
-        model, _ = load_run("frozen4", checkpoint="last")
-        seed = load("frozen4")["config"]["seed"]
-        folder = Path(summary("frozen4")["data"]).absolute()
-        loader = Loader(PreparedData(folder, read_meta(folder)), 16, seed=seed)
-    results = []
+def test_training_loss_is_the_mean_over_all_targets_of_a_step(split, monkeypatch):
+    monkeypatch.chdir(split)
+    model, _ = load_run("frozen4", checkpoint="last")
+    folder = Path(summary("frozen4")["data"]).absolute()
+    seed = load("frozen4")["config"]["seed"]
+    loader = Loader(PreparedData(folder, read_meta(folder)), 16, seed=seed)
+    expected = []
+    counts = set()
     for step in range(6):
         x, y, _ = loader.batch("train", 4 * step, 4)
         loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), ignore_index=-100)
-        counts = (y >= 0).sum(dim=1)
-        results.append((loss.item(), tuple(counts.tolist())))
-    return results
-
-
-def test_sequences_of_the_example_have_different_numbers_of_targets(step_losses):
-    assert len({number for _, counts in step_losses for number in counts}) > 1
-
-
-@pytest.mark.parametrize("size", [4, 2, 1])
-def test_training_loss_is_the_mean_over_all_targets_of_a_step(split, step_losses, size):
-    with chdir(split):
+        expected.append(loss.item())
+        counts |= set((y >= 0).sum(dim=1).tolist())
+    assert len(counts) > 1, "sequences have different numbers of targets"
+    for size in (4, 2, 1):
         losses = [row["train/loss"] for row in metrics(f"frozen{size}")[1:]]
-    assert losses == pytest.approx([loss for loss, _ in step_losses], abs=1e-5)
+        assert losses == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("size", [2, 1])
@@ -147,28 +125,18 @@ def test_micro_batches_do_not_change_the_gradients(split, size, key):
 SCORED: Rows = [("What is 4? ", "It is 16."), ("Ask? ", ""), ("Ask " * 40, "1"), ("", "1?")]
 
 
-@pytest.fixture(scope="module")
-def scored(tmp_path_factory):
-    """Model, tokenizer, and the result of eval.py for each of SCORED."""
-    folder = tmp_path_factory.mktemp("scored")
-    write_rows(folder / "rows.jsonl", ROWS)
-    write_rows(folder / "scored.jsonl", SCORED)
-    train_in(folder, "name=a", "model.block_size=64", "tokenizer=byte", *PAIRS)
-    with chdir(folder):
-        words = ["run=a", "data.path=scored.jsonl", *COLUMNS, "out=o.jsonl"]
-        assert run_command("eval", *words) == 0
-        *results, _ = read_jsonl("o.jsonl")
-        return *load_run("a"), results
-
-
-@pytest.mark.parametrize("key", ["tokens", "bytes"])
-def test_scores_count_the_completion_also_after_a_prompt_longer_than_the_context(scored, key):
-    _, _, results = scored
-    assert [result[key] for result in results] == [9, 0, 1, 2]
-
-
-@pytest.mark.parametrize("index", [0, 3], ids=["prompt", "no prompt"])
-def test_score_is_the_mean_over_the_completion(scored, index):
-    model, tokenizer, results = scored
-    losses = completion_losses(model, tokenizer, SCORED[index])[:-1]
-    assert results[index]["loss"] == pytest.approx(sum(losses) / len(losses), abs=1e-5)
+def test_scores_count_only_the_completions(tmp_path, monkeypatch):
+    """Also after a prompt that is longer than the context."""
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path / "rows.jsonl", ROWS)
+    write_rows(tmp_path / "scored.jsonl", SCORED)
+    train_in(tmp_path, "name=a", "model.block_size=64", "tokenizer=byte", *PAIRS)
+    words = ["run=a", "data.path=scored.jsonl", *COLUMNS, "out=o.jsonl"]
+    assert run_command("eval", *words) == 0
+    *results, _ = read_jsonl("o.jsonl")
+    for key in ("tokens", "bytes"):
+        assert [result[key] for result in results] == [9, 0, 1, 2]
+    model, tokenizer = load_run("a")
+    for index in (0, 3):
+        losses = completion_losses(model, tokenizer, SCORED[index])[:-1]
+        assert results[index]["loss"] == pytest.approx(sum(losses) / len(losses), abs=1e-5)

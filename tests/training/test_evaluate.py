@@ -2,8 +2,6 @@
 
 import json
 import math
-from contextlib import chdir
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import load, metrics, summary, untimed
-from run_helpers import train_in, val_losses
+from run_helpers import val_losses
 
 from data import tokenizer
 from data.prepare import PreparedData, read_meta
@@ -46,30 +44,6 @@ def test_random_weights_are_never_the_best(train):
 # The validation loss. The reference computes each target with the complete context of its window.
 
 
-@dataclass
-class Reference:
-    folder: Path
-    nats: list[float]  # of each target of the validation split
-    num_bytes: int  # of all targets
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory) -> Reference:
-    """The run a, which evaluates all windows, and the losses of its last weights."""
-    folder = tmp_path_factory.mktemp("reference")
-    train_in(folder, "name=a", "eval.windows=null", *SETTINGS)
-    with chdir(folder):
-        saved = load("a")
-        prepared = Path(summary("a")["data"]).absolute()
-    model = GPT(GPTConfig(**saved["model_config"]), saved["vocab_size"], naive)
-    model.load_state_dict(saved["model"])
-    tokens = PreparedData(prepared, read_meta(prepared)).val[:].astype(np.int64)
-    nats = compute_losses(model.eval(), torch.from_numpy(tokens))
-    assert len(nats) == len(tokens) - 1
-    text = tokenizer.from_spec(saved["tokenizer"]).decode(tokens[1:].tolist())
-    return Reference(folder, nats, len(text.encode()))
-
-
 def compute_losses(model: GPT, tokens: torch.Tensor) -> list[float]:
     """The loss of each token after the first. The last window overlaps the one before."""
     nats: list[float] = []
@@ -81,57 +55,39 @@ def compute_losses(model: GPT, tokens: torch.Tensor) -> list[float]:
     return nats
 
 
-def read_last(reference: Reference, name: str) -> dict:
-    with chdir(reference.folder):
-        return metrics(name)[-1]
-
-
-def test_validation_loss_is_the_mean_over_all_targets_without_dropout(reference):
-    expected = np.mean(reference.nats)
-    assert read_last(reference, "a")["val/loss"] == pytest.approx(expected, abs=1e-5)
-
-
-def test_bits_per_byte_are_relative_to_the_bytes_of_the_targets(reference):
-    expected = sum(reference.nats) / math.log(2) / reference.num_bytes
-    assert read_last(reference, "a")["val/bpb"] == pytest.approx(expected, abs=1e-5)
-
-
-def test_windows_are_spread_evenly_over_the_validation_split(reference):
-    train_in(reference.folder, "name=b", "eval.windows=9", *SETTINGS)
-    num_windows = math.ceil(len(reference.nats) / T)
+def test_validation_loss_and_bits_per_byte_are_of_all_targets_or_of_spread_windows(train):
+    """Without dropout."""
+    assert train("name=a", "eval.windows=null", *SETTINGS) == 0
+    assert train("name=b", "eval.windows=9", *SETTINGS) == 0
+    saved = load("a")
+    prepared = Path(summary("a")["data"])
+    model = GPT(GPTConfig(**saved["model_config"]), saved["vocab_size"], naive)
+    model.load_state_dict(saved["model"])
+    tokens = PreparedData(prepared, read_meta(prepared)).val[:].astype(np.int64)
+    nats = compute_losses(model.eval(), torch.from_numpy(tokens))
+    assert len(nats) == len(tokens) - 1
+    last = metrics("a")[-1]
+    assert last["val/loss"] == pytest.approx(np.mean(nats), abs=1e-5)
+    text = tokenizer.from_spec(saved["tokenizer"]).decode(tokens[1:].tolist())
+    bits_per_byte = sum(nats) / math.log(2) / len(text.encode())
+    assert last["val/bpb"] == pytest.approx(bits_per_byte, abs=1e-5)
+    num_windows = math.ceil(len(nats) / T)
     starts = [int(i * num_windows / 9) * T for i in range(9)]
-    expected = np.mean([nat for start in starts for nat in reference.nats[start : start + T]])
-    assert read_last(reference, "b")["val/loss"] == pytest.approx(expected, abs=1e-5)
+    expected = np.mean([nat for start in starts for nat in nats[start : start + T]])
+    assert metrics("b")[-1]["val/loss"] == pytest.approx(expected, abs=1e-5)
 
 
 # Samples
 
 
-@pytest.fixture(scope="module")
-def frozen(tmp_path_factory) -> Path:
-    """A run whose weights hardly change."""
-    folder = tmp_path_factory.mktemp("frozen")
-    train_in(folder, "name=a", "optimizer=adamw", "optimizer.lr=1e-9")
-    return folder
-
-
-@pytest.fixture
-def samples(frozen) -> dict[int, str]:
-    """The samples of the run by step."""
-    with chdir(frozen):
-        return {row["step"]: row["sample"] for row in metrics("a") if "sample" in row}
-
-
-def test_evaluations_after_step_0_log_a_sample(samples):
+def test_each_evaluation_after_step_0_samples_with_another_seed(train):
+    """The weights hardly change."""
+    assert train("name=a", "optimizer=adamw", "optimizer.lr=1e-9") == 0
+    samples = {row["step"]: row["sample"] for row in metrics("a") if "sample" in row}
     assert list(samples) == [3, 6]
-
-
-def test_sample_has_max_new_tokens(samples):
     assert [len(sample) for sample in samples.values()] == [4, 4]
-
-
-def test_each_evaluation_samples_with_another_seed(samples):
     assert samples[3] != samples[6]
+    assert metrics("a")[3]["sample_tokens_per_second"] > 0
 
 
 def test_samples_can_be_switched_off(train):
@@ -142,7 +98,7 @@ def test_samples_can_be_switched_off(train):
 
 def test_sample_ends_at_a_stop_text_with_escapes(train):
     """\\n in eval.sample.stop is a line break."""
-    words = ["eval.sample.max_new_tokens=400", r"eval.sample.stop=[\n]", "train.steps=1"]
+    words = ["eval.sample.max_new_tokens=400", r"eval.sample.stop=\n", "train.steps=1"]
     assert train("name=a", "eval.initial=false", *words) == 0
     assert "\n" not in metrics("a")[-1]["sample"]
 

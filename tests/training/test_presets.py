@@ -50,13 +50,6 @@ def test_values_are_valid(text_bytes, flops):
     check(set_values(RunConfig(), nest_dict(preset_values(name_preset(text_bytes, flops)))))
 
 
-@given(TEXT_BYTES, FLOPS)
-def test_more_flops_never_give_a_smaller_model(text_bytes, flops):
-    smaller, larger = (preset_values(name_preset(text_bytes, n)) for n in (flops, 4 * flops))
-    for key in ("model.n_layer", "model.n_embd"):
-        assert larger[key] >= smaller[key]
-
-
 @pytest.mark.parametrize(
     ("preset", "n_layer", "vocab_size", "tokens", "epochs", "lr", "ngram_weight_decay"),
     [
@@ -255,11 +248,6 @@ def test_steps_replace_the_epochs_of_a_preset(text):
     assert (train.steps, train.epochs) == (9, None)
 
 
-def test_preset_by_name_gives_the_same_run_without_a_measurement(text):
-    config = choose(text, *ONE_MINUTE)
-    assert choose(text, *ONE_MINUTE, f"preset={config.preset}") == config
-
-
 @pytest.mark.parametrize(
     ("word", "section", "key", "value"),
     [
@@ -287,13 +275,6 @@ def test_step_keeps_its_tokens_with_another_context_length(block_size, text):
     assert config.train.micro_batch_size == max(1, 16384 // block_size)
     tokens_per_evaluation = expected.eval.every * 4096
     assert config.eval.every * tokens == pytest.approx(tokens_per_evaluation, abs=tokens)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 8, 64])
-def test_micro_batches_of_a_preset_fit_the_number_of_devices(world_size, text):
-    config = choose(text, "preset=1.0e9-1.6e18", "plan=true", f"world_size={world_size}")
-    micro_batch_size, accumulation = config.train.split_batch(world_size)
-    assert micro_batch_size * accumulation * world_size == config.train.batch_size == 128
 
 
 # The speed

@@ -62,12 +62,6 @@ def test_config_is_written_as_yaml(workdir):
     assert yaml.safe_load(text) == {"seed": 1, "data": {"path": "été.txt"}}
 
 
-def test_run_is_recorded_as_running_until_its_end(workdir):
-    with open_folder() as run:
-        run.start({}, {})
-        assert (summary("a")["status"], summary("a")["error"]) == ("running", None)
-
-
 def make_state(**fields) -> TrainState:
     return TrainState(TrainConfig(steps=9), None, [], None, **fields)
 
@@ -143,14 +137,6 @@ def test_infinite_results_become_null_because_json_has_no_infinity(workdir):
     assert [recorded[key] for key in ("best_val_loss", "mfu", "step")] == [None, None, 2]
 
 
-@pytest.mark.parametrize("has_checkpoint", [True, False])
-def test_run_resumes_from_its_last_checkpoint(workdir, has_checkpoint):
-    if has_checkpoint:
-        write_file("runs/a/checkpoints/last.pt", "")
-    with open_folder() as run:
-        assert run.resumes is has_checkpoint
-
-
 def test_existing_run_is_refused_without_resume(workdir):
     with open_folder() as run:
         run.start({}, {})
@@ -162,13 +148,6 @@ def test_existing_run_is_refused_without_resume(workdir):
 def test_damaged_summary_is_refused(workdir, content):
     write_file("runs/a/summary.json", content)
     with pytest.raises(UserError, match=r"runs/a/summary.json cannot be read .* restore it"):
-        open_folder()
-
-
-def test_run_that_has_lost_its_last_checkpoint_is_refused(workdir):
-    write_file("runs/a/summary.json", '{"step": 3}')
-    message = r"runs/a/checkpoints/last.pt is missing.* restore it, or set another name"
-    with pytest.raises(UserError, match=message):
         open_folder()
 
 
@@ -203,21 +182,18 @@ REFUSED = {
 }
 
 
-@pytest.fixture(params=REFUSED)
-def refusal(request, trained, texts) -> tuple[list[str], str]:
-    """Overrides with which a run is refused, and a part of the error. The run a exists."""
-    return REFUSED[request.param]
-
-
-def test_refused_run_leaves_no_folder(refusal, train, capsys):
-    overrides, message = refusal
-    assert train("name=b", *overrides) == 2
+@pytest.mark.parametrize(("words", "message"), REFUSED.values(), ids=REFUSED)
+def test_refused_run_leaves_no_folder_and_can_start_again(
+    trained, texts, train, capsys, words, message
+):
+    assert train("name=b", *words) == 2
     assert message in capsys.readouterr().err
     assert [path.name for path in Path("runs").iterdir()] == ["a"]
+    assert train("name=b") == 0
 
 
 def test_first_run_that_is_refused_leaves_no_folder_of_runs(train, texts):
-    assert train("name=b", "data.path=short.txt") == 2
+    assert train("data.path=short.txt") == 2
     assert not Path("runs").exists()
 
 
@@ -225,11 +201,6 @@ def test_refused_job_of_a_sweep_leaves_its_log(train, texts):
     log = Path(write_file("runs/sweeps/s/seed=1/train.log", "refused"))
     assert train("name=sweeps/s/seed=1", "data.path=short.txt") == 2
     assert list(log.parent.iterdir()) == [log]
-
-
-def test_run_can_start_after_a_refusal(train, texts):
-    assert train("name=b", "data.path=short.txt") == 2
-    assert train("name=b") == 0
 
 
 def test_run_that_is_interrupted_before_its_start_leaves_no_folder(train, monkeypatch):

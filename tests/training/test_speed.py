@@ -1,9 +1,23 @@
-"""Step times and throughput, and the peak speed of matrix products."""
+"""Step times and throughput, the peak speed of matrix products, and train.profile=true."""
+
+import gzip
+import json
+from pathlib import Path
 
 import pytest
 import torch
+from helpers import metrics, train_here, untimed
+from run_helpers import train_in
 
-from training.speed import GPU_PEAK, WARMUP_STEPS, Speed, peak_flops, time_calls
+from training.speed import (
+    GPU_PEAK,
+    RECORDED_STEPS,
+    WARMUP_STEPS,
+    Speed,
+    StepProfiler,
+    peak_flops,
+    time_calls,
+)
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
@@ -45,23 +59,14 @@ def test_metrics_can_be_read_later(speed, clock):
     assert read()["step_ms"] == 750
 
 
-def test_median_is_empty_before_the_first_step(speed):
+def test_median_excludes_warmup_steps_if_there_are_others(speed, run_step):
     assert speed.median() == {}
-
-
-def test_median_excludes_warmup_steps(speed, run_step):
-    for seconds in [9.0] * WARMUP_STEPS + [0.5, 1.0, 2.0]:
-        run_step(seconds)
-    assert speed.median() == {"step_ms": 1000.0, "tokens_per_second": 100.0, "mfu": 0.2}
-
-
-def test_median_has_warmup_steps_if_there_are_no_others(speed, run_step):
     run_step(9.0)
     assert speed.median()["step_ms"] == 9000.0
-
-
-def test_median_of_a_long_run_is_that_of_its_last_steps(speed):
-    speed.step_seconds.extend([9.0] * 1000 + [0.25] * 1000)
+    for seconds in [9.0] * (WARMUP_STEPS - 1) + [0.5, 1.0, 2.0]:
+        run_step(seconds)
+    assert speed.median() == {"step_ms": 1000.0, "tokens_per_second": 100.0, "mfu": 0.2}
+    speed.step_seconds.extend([0.25] * 1000)  # a long run has the median of its last steps
     assert speed.median()["step_ms"] == 250.0
 
 
@@ -117,16 +122,67 @@ def test_peak_of_another_gpu_of_the_same_family_is_measured(gpu):
         peak_flops(CUDA, torch.float16)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "is_measured"),
-    [(torch.float32, True), (torch.bfloat16, False)],
-    ids=["float32", "bfloat16"],
-)
-def test_peak_of_tf32_is_measured(gpu, monkeypatch, dtype, is_measured):
+def test_peak_of_tf32_is_measured(gpu, monkeypatch):
     gpu("NVIDIA H200")
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
-    if is_measured:
-        with pytest.raises(RuntimeError, match="measured"):
-            peak_flops(CUDA, dtype)
-    else:
-        assert peak_flops(CUDA, dtype) == GPU_PEAK["NVIDIA H200"][0]
+    with pytest.raises(RuntimeError, match="measured"):
+        peak_flops(CUDA, torch.float32)
+    assert peak_flops(CUDA, torch.bfloat16) == GPU_PEAK["NVIDIA H200"][0]
+
+
+# The profiler
+
+LAST_RECORDED = WARMUP_STEPS + RECORDED_STEPS
+SETTINGS = [
+    f"train.steps={LAST_RECORDED}",
+    f"eval.every={LAST_RECORDED}",
+    "train.micro_batch_size=2",
+    "model.dropout=0.1",
+]
+
+
+def run_steps(folder, num_steps: int, error: Exception | None = None) -> list[str]:
+    """Run steps with one matrix product. Returns what the profiler prints."""
+    printed = []
+    with StepProfiler(CPU, folder, printed.append) as profiler:
+        for _ in range(num_steps):
+            torch.ones(2, 2) @ torch.ones(2, 2)
+            profiler.step()
+        torch.ones(1).erfinv()  # an evaluation after the last step
+        if error is not None:
+            raise error
+    return printed
+
+
+def test_table_has_the_operations_of_the_recorded_steps_only(tmp_path):
+    table, _ = run_steps(tmp_path, LAST_RECORDED)
+    rows = [line.split() for line in table.splitlines()]
+    calls = {row[0]: row[-1] for row in rows if row and row[0].startswith("aten::")}
+    assert calls["aten::mm"] == str(RECORDED_STEPS)
+    assert "aten::erfinv" not in calls
+
+
+@pytest.mark.parametrize("num_steps", [3, LAST_RECORDED - 1])
+def test_run_that_ends_before_the_recorded_steps_writes_no_profile(tmp_path, num_steps):
+    assert run_steps(tmp_path, num_steps) == []
+    assert not (tmp_path / "trace.json.gz").exists()
+
+
+def test_profiler_ends_with_a_run_that_fails(tmp_path):
+    with pytest.raises(ZeroDivisionError):
+        run_steps(tmp_path, WARMUP_STEPS + 1, error=ZeroDivisionError())
+    with torch.profiler.profile():  # only one profiler can be active
+        pass
+
+
+def test_profiled_run_has_the_phases_of_its_micro_batches_and_the_same_results(workdir):
+    printed = train_in(workdir, "name=a", "train.profile=true", *SETTINGS)
+    assert f"\nsteps {WARMUP_STEPS + 1} to {LAST_RECORDED}\n" in printed
+    assert "trace    runs/a/trace.json.gz" in printed
+    with gzip.open(Path("runs/a/trace.json.gz")) as file:
+        events = json.load(file)["traceEvents"]
+    names = [event["name"] for event in events if event.get("cat") == "user_annotation"]
+    for phase, per_step in {"data": 2, "forward": 2, "backward": 2, "optimizer": 1}.items():
+        assert names.count(phase) == per_step * RECORDED_STEPS
+    assert train_here("name=b", *SETTINGS) == 0
+    assert untimed(metrics("a")) == untimed(metrics("b"))

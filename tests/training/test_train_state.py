@@ -98,10 +98,11 @@ def test_signal_stops_the_run_after_its_step(clock, signal_received):
 
 
 def test_lower_loss_is_the_best_evaluation():
-    state = make_state(step=3)
+    state = make_state(step=3, best_val_loss=5.0, evals_since_best=5)
     state.record_evaluation(2.0, 3.0)
     assert (state.best_step, state.best_val_loss, state.best_val_bpb) == (3, 2.0, 3.0)
     assert state.is_best
+    assert state.evals_since_best == 0
 
 
 @pytest.mark.parametrize("loss", [2.0, 2.5, math.nan], ids=["equal", "higher", "nan"])
@@ -113,12 +114,6 @@ def test_loss_that_is_not_lower_is_not_the_best_evaluation(loss):
     assert (state.best_step, state.best_val_loss, state.best_val_bpb) == (3, 2.0, 3.0)
     assert state.evals_since_best == 1
     assert not state.is_best
-
-
-def test_best_evaluation_ends_the_count_of_worse_ones():
-    state = make_state(step=3, best_val_loss=2.0, evals_since_best=5)
-    state.record_evaluation(1.0, 1.0)
-    assert state.evals_since_best == 0
 
 
 @pytest.mark.parametrize(

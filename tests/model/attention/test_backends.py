@@ -20,14 +20,13 @@ from attention_helpers import (
     random_qkv,
     resolve_or_skip,
 )
-from helpers import ON_CPU, TRAINS_ON_CPU
+from helpers import ON_CPU
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend
 
 from model.attention import (
-    BACKENDS,
     AttentionRequest,
     backends,
     cudnn,
@@ -38,20 +37,8 @@ from model.attention import (
     resolve,
 )
 from model.attention.backends import KERNELS
-from model.attention.support import FEATURES
 
 HEADS = [(1, 1), (2, 2), (4, 2), (3, 1)]  # H, G
-# Changes of REQUEST that use one feature each.
-FEATURE_CHANGES = {
-    "gradients": {"grad": True},
-    "dropout": {"dropout_p": 0.5},
-    "softcap": {"softcap": 0.5},
-    "gqa": {"G": 1},
-    "window": {"window": 3},
-    "document_mask": {"document_mask": True},
-    "positions": {"positions": True},
-    "different_value_dim": {"Dv": 4},
-}
 MASK_CHANGES = {
     "causal": {},
     "window": {"window": 3},
@@ -156,36 +143,6 @@ def test_backend_agrees_with_naive_or_refuses_for_each_dtype(device, name, dtype
     for Tq, Tk in ((T, T), (1, T), (base.Tq, T), (1, 1)):
         request = replace(base, Tq=Tq, Tk=Tk, dtype=DTYPES[dtype], **changed)
         compare_with_naive(name, request, seed=3)
-
-
-def is_random(name: str, feature: str) -> bool:
-    """Whether the output is random: see test_dropout_keeps_the_mean."""
-    return feature == "dropout" and BACKENDS[name].on["cpu"].dropout
-
-
-@pytest.mark.parametrize(
-    ("name", "feature"),
-    [(name, feature) for name in ON_CPU for feature in FEATURES if not is_random(name, feature)],
-)
-def test_single_feature_works_or_is_refused(name, feature):
-    """Independent of what hypothesis draws."""
-    request = replace(REQUEST, **{"G": 4, "grad": False} | FEATURE_CHANGES[feature])
-    assert request.features()[feature]
-    compare_with_naive(name, request, seed=1)
-
-
-@pytest.mark.parametrize("name", TRAINS_ON_CPU)
-@pytest.mark.parametrize("i", range(6))
-def test_output_depends_on_keys_and_values_up_to_its_position(name, i):
-    q, k, v = random_qkv(replace(REQUEST, B=1, Tq=6, Tk=6, G=4))
-    y = BACKENDS[name].attend(q, k, v)
-    dk, dv = torch.autograd.grad(y[:, i].pow(2).sum(), (k, v))
-    reached_keys = (dk.abs().sum(dim=(0, 2, 3)) > 0).tolist()
-    reached_values = (dv.abs().sum(dim=(0, 2, 3)) > 0).tolist()
-    expected = [j <= i for j in range(6)]
-    assert reached_values == expected
-    if i > 0:  # a single key always has weight one
-        assert reached_keys == expected
 
 
 @pytest.mark.parametrize(
@@ -371,21 +328,6 @@ def test_flex_agrees_with_naive_alone_and_inside_a_compiled_function(device, cas
 def test_flex_is_right_for_one_query_and_odd_multiples_of_8_keys(Tk):
     """Without padding, Inductor 2.13 gives wrong results for one query and 8, 24, 40, ... keys."""
     compare_with_naive("flex", replace(REQUEST, Tq=1, Tk=Tk, grad=False), seed=3)
-
-
-@pytest.mark.gpu
-@pytest.mark.compiles
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        [{"B": B, "Tq": 1, "Tk": 32, "positions": True} for B in (4, 3)],
-        [{"Tq": T, "Tk": T, "document_mask": True, "window": 5} for T in (16, 32)],
-    ],
-    ids=["positions", "doc_ids"],
-)
-def test_flex_compiles_for_masks_of_different_sizes(sizes):
-    for changed in sizes:
-        compare_with_naive("flex", replace(REQUEST_CUDA, grad=False, **changed), seed=4)
 
 
 @pytest.mark.slow

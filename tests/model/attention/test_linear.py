@@ -6,14 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attention_helpers import REQUEST, choose, random_qkv
-from generation_helpers import MIXED, make_random_model
+from generation_helpers import MIXED
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from model_helpers import GROUPED, MODERN
+from model_helpers import GROUPED
 
 from common.errors import UserError
 from model import GPTConfig
-from model.attention import linear_attention, linear_attention_scores, resolve_model, sdpa
+from model.attention import linear_attention, linear_attention_scores, resolve_model
 from model.attention.linear import CHUNK
 
 LINEAR = GROUPED | dict(attention_type="linear")
@@ -174,8 +174,3 @@ def test_linear_attention_is_not_a_backend():
     message = "attention.backend=linear changes the model; set model.attention_type=linear"
     with pytest.raises(UserError, match=message):
         resolve(MIXED, "linear")
-
-
-def test_each_layer_uses_its_attention_type():
-    model = make_random_model(MODERN | dict(attention_type=["linear", "softmax"]), attend=sdpa)
-    assert [block.attn.attend for block in model.blocks] == [linear_attention, sdpa]
