@@ -21,7 +21,6 @@ from pathlib import Path
 
 from common.checkpoint_file import load_checkpoint
 from common.console import PYTHON
-from common.errors import UserError
 from common.files import new_folder
 from common.machine import DTYPES
 from common.process import run_process
@@ -38,9 +37,6 @@ def main(config: ExportConfig) -> int:
     out = Path(config.out or run / "huggingface")
     checkpoint = load_checkpoint(path)
     model_type = find_architecture(GPTConfig.from_saved(checkpoint["model_config"]), run.name)
-
-    if out.exists():
-        raise UserError(f"{out} exists; set another out, or remove it")
     with new_folder(out) as unfinished:
         write_folder(unfinished, checkpoint, model_type, DTYPES[config.dtype], run)
     print(f"{path} -> {out}\nnext     {PYTHON} sample.py run=hf:{out}")

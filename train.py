@@ -56,8 +56,8 @@ from training.log import RunLogger
 from training.optimizer import build_optimizers, optimizer_step, set_lr
 from training.plan import show_plan
 from training.presets import choose_preset
-from training.run_folder import RunFolder, open_run_folder
-from training.runtime import build_grad_scaler, resolve_runtime, seed_device
+from training.run_folder import RunFolder
+from training.runtime import resolve_runtime, seed_device
 from training.schedule import lr_scale
 from training.train_state import TrainState
 
@@ -73,7 +73,7 @@ def main(config: RunConfig) -> int:
     with ExitStack() as stack:
         export = stack.enter_context(WandbExport())  # waits after the run folder is complete
         # run folder: its name, its lock, and whether the run resumes
-        run = stack.enter_context(open_run_folder(config, dist))
+        run = stack.enter_context(RunFolder(config, dist))
 
         # data, model and optimizers
         data = build_data(config, run, dist)
@@ -85,7 +85,8 @@ def main(config: RunConfig) -> int:
             load_init_weights(config.train.init_from, model, data.meta["tokenizer"])
         wrapped_model = runtime.wrap(model, config.attention)  # for the forward passes of training
         optimizers = build_optimizers(model, config.optimizer, runtime.dtype)
-        scaler = build_grad_scaler(device, runtime.dtype)
+        # loss scaling for float16 (Micikevicius et al., arXiv:1710.03740)
+        scaler = torch.amp.GradScaler(device.type, enabled=runtime.dtype == torch.float16)
 
         # training state: from the last checkpoint, if the run resumes
         steps_per_epoch = loader.windows_per_epoch / config.train.batch_size

@@ -76,7 +76,7 @@ def list_cases(config: BenchConfig, device: torch.device) -> list[list[dict]]:
     backends = config.backends or [
         name
         for name, backend in BACKENDS.items()
-        if device.type in backend.on and backend.on[device.type].gradients
+        if device.type in backend.on and "gradients" not in backend.on[device.type].lacks
     ]
     unknown = set(backends) - all_variants().keys()
     if unknown:

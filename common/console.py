@@ -77,14 +77,13 @@ def show(text: str) -> None:
     print(text, end="", flush=True)
 
 
-def make_table(*columns: str, left: int = 1, header: bool = True) -> Table:
+def make_table(*columns: str, left: int = 1) -> Table:
     """Make an empty table.
 
     left: number of left-aligned columns, before the right-aligned columns of numbers.
     """
     table = Table(
-        box=box.SIMPLE_HEAD if header else None,
-        show_header=header,
+        box=box.SIMPLE_HEAD,
         pad_edge=False,
         padding=(0, 2, 0, 0),
     )

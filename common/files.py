@@ -1,4 +1,4 @@
-"""Atomic writes, tables as CSV, text of users, and files that can be damaged: JSON and YAML."""
+"""Atomic writes, tables as CSV, and files that can be damaged."""
 
 import csv
 import errno
@@ -12,12 +12,9 @@ from pathlib import Path
 from typing import IO, Any
 from uuid import uuid4
 
-import yaml
 from filelock import FileLock
 
 from common.errors import UserError
-
-MIN_SAMPLE_BYTES = 20  # shorter texts prove nothing
 
 
 @contextmanager
@@ -104,44 +101,14 @@ def read_file(
         raise UserError(f"{path} cannot be read ({reason}); {advice}") from None
 
 
-def read_text(path: str, name: str) -> str:
+def read_text(path: str) -> str:
     """Read a text file in UTF-8, without its byte order mark. Line ends do not change.
 
-    name: of the setting, for messages.
     Raises UserError.
     """
-    content = read_file(Path(path), bytes, "set a text file")
-    refuse_utf16(content, name)
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{name} is {describe_decode_error(error)}") from None
-
-
-def refuse_utf16(start: bytes, name: str) -> None:
-    """Raise UserError for UTF-16, whose characters have a NUL byte on one side.
-
-    In other scripts than Latin, at least spaces and line ends have one.
-    start: the first bytes of the text.
-    name: for the message.
-    """
-    if len(start) < MIN_SAMPLE_BYTES:
-        return
-    even = start[::2].count(0)
-    odd = start[1::2].count(0)
-    is_one_sided = max(even, odd) > 10 * min(even, odd)
-    if is_one_sided and even + odd > len(start) / 20:
-        raise UserError(
-            f"{name} has NUL bytes, as UTF-16 and binary files have; convert it to UTF-8, for "
-            "example with iconv -f UTF-16 -t UTF-8"
-        )
-
-
-def describe_decode_error(error: UnicodeDecodeError) -> str:
-    """Where a text stops being UTF-8, with up to 20 bytes before that place, and what to do."""
-    before = error.object[max(0, error.start - 20) : error.start]
-    place = f" after {before!r}" if before else ""
-    return f"not UTF-8: byte 0x{error.object[error.start]:02x}{place}; convert it with iconv"
+    return read_file(
+        Path(path), lambda content: content.decode("utf-8-sig"), "set a text file in UTF-8"
+    )
 
 
 def read_json(path: Path) -> dict:
@@ -152,17 +119,6 @@ def read_json(path: Path) -> dict:
     if not path.exists():
         return {}
     return read_file(path, lambda content: {**json.loads(content)}, "restore it, or remove it")
-
-
-def parse_yaml(content: bytes, loader: type = yaml.SafeLoader) -> Any:
-    """Parse YAML. A SafeLoader, or a loader derived from it, executes no code in it.
-
-    At most 20 aliases (*name) are allowed: a few more can stand for billions of values.
-    """
-    events = yaml.parse(content, yaml.SafeLoader)
-    if sum(isinstance(event, yaml.AliasEvent) for event in events) > 20:
-        raise yaml.YAMLError("it has more than 20 aliases (*name)")
-    return yaml.load(content, loader)
 
 
 def write_json(path: Path, content: dict) -> None:

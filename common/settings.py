@@ -138,7 +138,6 @@ def did_you_mean(wrong: str, options: Iterable[str], synonyms: dict[str, str]) -
             for option, words in synonyms.items()
             if option.split("=")[0] in leaves and {name, leaf} & set(words.split())
         ],
-        [option for option in leaves if option.replace(".", "_") == name],
         [option for option in leaves if leaves[option] == leaf],
         difflib.get_close_matches(wrong, leaves, n=1),
         [option for option in leaves if leaves[option] in close_leaves],

@@ -5,13 +5,15 @@ and in which order. The values in them and the words are text, which the types o
 in schema.py convert. Composition is pure: it reads nothing but YAML, and measures nothing.
 """
 
+import json
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass, replace
 from inspect import formatannotation
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin
 
 import yaml
 from hydra import initialize_config_dir
@@ -20,7 +22,6 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
 
 from common.errors import UserError
-from common.files import parse_yaml
 from common.settings import (
     check,
     did_you_mean,
@@ -31,7 +32,6 @@ from common.settings import (
     set_values,
 )
 from configs.schema import SCRIPTS, SYNONYMS
-from configs.values import parse_value
 from data import DataConfig
 from training.config import OPTIMIZER_CONFIGS, OptimizerConfig
 
@@ -97,7 +97,7 @@ def read_texts(path: Path, package: str) -> dict[str, Any]:
 
     package: the section of its keys, such as model. It is empty for a recipe.
     """
-    content = {**(parse_yaml(path.read_bytes(), yaml.BaseLoader) or {})}
+    content = {**(yaml.load(path.read_bytes(), yaml.BaseLoader) or {})}
     if "hydra" in str(content.pop("defaults", None)):
         raise UserError(f"{path} sets hydra, which would have no effect; remove it")
     return flatten_dict(content, f"{package}." if package else "")
@@ -120,6 +120,53 @@ def parse_text(script: str, key: str, text: Any, kinds: dict[str, Any]) -> Any:
         if is_dataclass(kind):
             advice = f"set its keys, such as {key}.{fields(kind)[0].name}"
         raise UserError(f"{key}={format_value(text)}: {advice}") from None
+
+
+def parse_bool(text: str) -> bool:
+    """true, yes, on, false, no or off. Raises KeyError."""
+    return yaml.SafeLoader.bool_values[text.lower()]
+
+
+PARSERS = {str: str, int: int, float: float, bool: parse_bool}
+
+
+def parse_value(kind: Any, text: Any) -> Any:
+    """Convert text to a type. Raises ValueError, LookupError or YAMLError.
+
+    kind: of a field of a dataclass. In A | B, the first type that fits is used. Any is text, or a
+    list of strings in JSON: ["a", "b"].
+    text: in a YAML file, also a list of texts.
+    """
+    if isinstance(kind, UnionType):
+        if text == "null" and NoneType in get_args(kind):
+            return None
+        if text == "":
+            raise ValueError
+        for option in get_args(kind):
+            with suppress(ValueError, LookupError):
+                return parse_value(option, text)
+        raise ValueError
+    if kind is Any:
+        return None if text == "null" else parse_strings(text)
+    if get_origin(kind) is list:
+        if isinstance(text, str) and text.startswith("["):
+            text = yaml.load(text, yaml.BaseLoader)  # [a,b]: its items are text
+        if not isinstance(text, list):
+            raise ValueError
+        (item_kind,) = get_args(kind)
+        return [parse_value(item_kind, item) for item in text]
+    if not isinstance(text, str):
+        raise ValueError
+    return PARSERS[kind](text)
+
+
+def parse_strings(text: Any) -> Any:
+    """A list of strings if the text is one in JSON; else the text as it is."""
+    with suppress(ValueError, TypeError):
+        value = json.loads(text)
+        if isinstance(value, list) and all(isinstance(item, str) for item in value):
+            return value
+    return text
 
 
 def describe_commas(text: Any) -> str:

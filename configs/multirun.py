@@ -89,8 +89,8 @@ def make_jobs(words: list[str], config_dir: str | None) -> list[Job]:
     combinations = [dict(zip(keys, product, strict=True)) for product in products]
     names = [name_job({key: texts[key] for key in swept}) for texts in combinations]
     all_words = [[f"{key}={text}" for key, text in texts.items()] for texts in combinations]
-    composed = [compose_config("train", job_words, config_dir) for job_words in all_words]
-    configs = [choose_preset(config) for config in composed]  # measures the speed once
+    # choose_preset measures the speed once
+    configs = [choose_preset(compose_config("train", job, config_dir)) for job in all_words]
     if len(set(names)) < len(names):
         raise UserError(f"{max(names, key=names.count)} would be trained twice; list it once")
     label = f"{configs[0].data.name}-{configs[0].model.name}"

@@ -16,11 +16,10 @@ from typing import IO, Any
 import numpy as np
 import tiktoken
 
-from common.console import ProgressBar, format_si, pluralize, print_text
+from common.console import ProgressBar, format_si, print_text
 from common.errors import UserError
 from common.files import atomic_writer
 from common.process import cpu_count
-from common.settings import unescape
 from data.config import TokenizerConfig
 from data.readers import Piece, iter_pieces
 from data.sources import Source
@@ -122,12 +121,6 @@ class TokenFile:
         self._write_documents(out, is_validation=False)
         self.train_documents = len(self)  # before those of separate validation files
         self._write_documents(out, is_validation=True)
-        separator = self.source.config.separator
-        if separator is not None:
-            print_text(
-                f"{self.source.name} has {pluralize(len(self), 'document')}, divided by "
-                f"{unescape(separator)!r}"
-            )
 
     def _write_documents(self, out: IO[bytes], is_validation: bool) -> None:
         tokens = self.token_starts[-1]

@@ -84,10 +84,6 @@ def prepare(
             meta = {"name": config.name, "fingerprint": fingerprint}
             print_text(f"preparing {config.name}: {pluralize(len(files), 'file')} -> {folder}")
             meta |= encode_sources(unfinished, sources, tokenizer, spec)
-            if compute_fingerprint(sources, tokenizer, spec) != fingerprint:
-                raise UserError(
-                    f"the text of {config.name} changed while it was read; run the command again"
-                )
             write_json(unfinished / "meta.json", meta | {"checksum": hash_json(meta)})
     weights = tuple(source.config.weight for source in sources)
     prepared = PreparedData(folder, read_meta(folder), weights)

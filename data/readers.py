@@ -20,7 +20,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from common.errors import UserError
-from common.files import describe_decode_error, refuse_utf16
 from common.settings import unescape
 from data.config import DataConfig
 from data.sources import CSV_DELIMITERS, Source, compression, is_remote, is_table, suffix
@@ -65,18 +64,14 @@ def iter_pieces(source: Source, is_validation: bool = False) -> Iterator[Piece]:
     config = source.config
     files = source.val_files if is_validation else source.files
     max_documents = None if is_validation else config.max_documents
-    has_text = False
-    has_prompt = config.prompt_column is None
+    missing = {"text"} if config.prompt_column is None else {"text", "prompt"}
     for piece in _iter_files(files, config, max_documents):
-        if piece.is_prompt:
-            has_prompt = has_prompt or piece.text != ""
-        else:
-            has_text = has_text or piece.text != ""
+        if piece.text != "":
+            missing.discard("prompt" if piece.is_prompt else "text")
         yield piece
-    if files and not (has_text and has_prompt):
-        kind = "prompt" if has_text else "text"
+    if files and missing:
         raise UserError(
-            f"there is no {kind} in {', '.join(files[:3])}; "
+            f"there is no {max(missing)} in {', '.join(files[:3])}; "
             "set another data.path, data.text_column or data.prompt_column"
         )
 
@@ -109,9 +104,7 @@ def _iter_file(file: str, config: DataConfig) -> Iterator[Piece]:
         raise
     except Exception as error:  # pyarrow, datasets and the network have exceptions of many types
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-        if isinstance(error, UnicodeDecodeError):
-            reason = describe_decode_error(error)
-        advice = "correct the file"
+        advice = "correct the file; text must be UTF-8"
         if is_remote(file):
             advice = "check the network and data.text_column, or set data.path to a local copy"
         raise UserError(f"{file} cannot be read ({reason}); {advice}") from error
@@ -168,20 +161,11 @@ def _split_documents(parts: Iterable[str], separator: str) -> Iterator[str]:
     r"""Yield the documents between separators. A \n in the separator also matches \r\n."""
     # re.escape writes a newline as a backslash and a newline.
     pattern = re.compile(re.escape(separator).replace("\\\n", "\r?\n"))
-    max_length = 2 * len(separator)  # of a match: each character can be a \n that matches \r\n
-    # The current document is `searched`, which contains no separator, and then `pending`, whose
-    # end can be the beginning of a separator.
-    searched: list[str] = []
-    pending = ""
+    pending = ""  # the current document, whose end can be the beginning of a separator
     for part in parts:
         *ended, pending = pattern.split(pending + part)
-        for text in ended:
-            yield "".join([*searched, text])
-            searched = []
-        # A separator that is not complete yet can only begin in the last max_length characters.
-        searched.append(pending[:-max_length])
-        pending = pending[-max_length:]
-    yield "".join([*searched, pending])
+        yield from ended
+    yield pending
 
 
 # Tables
@@ -223,23 +207,21 @@ def _iter_csv(file: str, columns: list[str], delimiter: str) -> Iterator[tuple[s
     Raises UserError for its header, and ValueError with the line for a row.
     """
     with _open_text(file) as stream:
-        reader = csv.reader(stream, delimiter=delimiter, strict=True)
-        line = 1  # of the beginning of the row
+        reader = csv.DictReader(stream, delimiter=delimiter, strict=True)
         try:
-            names = next(reader, [])
-            _check_columns(file, names, columns)
-            positions = [names.index(column) for column in columns]
-            line = reader.line_num + 1
+            _check_columns(file, list(reader.fieldnames or []), columns)
             for row in reader:
-                if row and len(row) != len(names):  # an empty line is no row
+                # DictReader's mark of missing values is None, which is also the key of further ones
+                if None in row or None in row.values():
                     raise ValueError(
-                        f"the row at line {line} has {len(row)} values instead of {len(names)}"
+                        f"the row that ends in line {reader.line_num} does not have "
+                        f"{len(reader.fieldnames)} values"
                     )
-                if row:
-                    yield tuple(row[position] for position in positions)
-                line = reader.line_num + 1
+                yield tuple(row[column] for column in columns)
         except csv.Error as error:
-            raise ValueError(f"the row at line {line} has wrong quotes: {error}") from None
+            raise ValueError(
+                f"the row after line {reader.line_num} has wrong quotes: {error}"
+            ) from None
 
 
 def _check_columns(file: str, names: list[str], columns: list[str]) -> None:
@@ -323,22 +305,16 @@ def _download(file: str) -> str:
     return datasets.DownloadManager(download_config=config).download(file)
 
 
-def _open_bytes(file: str) -> io.BufferedReader:
-    """A binary stream of text in UTF-8 that is decompressed while it is read.
+def _open_text(file: str) -> io.TextIOWrapper:
+    """A text stream without the byte order mark, whose line ends are unchanged.
 
-    A truncated file is an error. Raises UserError for tar files and UTF-16.
+    It is decompressed while it is read. A truncated file is an error. Raises UserError for tar
+    files.
     """
     import pyarrow
 
     raw = pyarrow.input_stream(_download(file), compression=compression(file))
     stream = io.BufferedReader(raw, 2**16)
-    start = stream.peek(2**16)
-    if start[257:262] == b"ustar":  # the mark of a tar file
+    if stream.peek(2**16)[257:262] == b"ustar":  # the mark of a tar file
         raise UserError(f"{file} is an archive; unpack it, and set data.path to its folder")
-    refuse_utf16(start, file)
-    return stream
-
-
-def _open_text(file: str) -> io.TextIOWrapper:
-    """A text stream without the byte order mark, whose line ends are unchanged."""
-    return io.TextIOWrapper(_open_bytes(file), "utf-8-sig", newline="")
+    return io.TextIOWrapper(stream, "utf-8-sig", newline="")

@@ -71,8 +71,7 @@ def suffix(file: str) -> str:
 
 def compression(file: str) -> str | None:
     """Arrow's name of the compression that the last suffix of a path or URL stands for, if any."""
-    path = file.lower().partition("?")[0] if is_remote(file) else file.lower()
-    return COMPRESSED.get(Path(path).suffix)
+    return COMPRESSED.get(Path(file.lower().partition("?")[0]).suffix)
 
 
 def is_table(file: str) -> bool:

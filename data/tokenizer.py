@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 import tiktoken
 
-from common.errors import TrainingFailed, UserError
+from common.errors import UserError
+from common.settings import unknown_value
 from data.config import TokenizerConfig
 
 END_OF_TEXT = "<|endoftext|>"
@@ -97,15 +98,10 @@ def bpe(texts: Iterable[str], vocab_size: int | None) -> tuple[str, list[bytes]]
     request = {"texts": sample_texts(texts), "vocab_size": vocab_size, "pattern": BPE_PATTERN}
     content = json.dumps(request, ensure_ascii=False).encode()
     command = [sys.executable, str(TRAIN_BPE)]
-    # A signal to this process ends `run`, which then kills the child. In its own session, the child
-    # gets no Ctrl-C itself.
-    done = subprocess.run(command, input=content, capture_output=True, start_new_session=True)
-    if done.returncode != 0:
-        lines = [f"exit code {done.returncode}", *done.stderr.decode(errors="replace").splitlines()]
-        raise TrainingFailed(
-            f"training the vocabulary failed ({lines[-1]}); free some memory, or set tokenizer=byte"
-        )
-    return BPE_PATTERN, [base64.b64decode(token) for token in json.loads(done.stdout)]
+    # A signal to this process ends `check_output`, which then kills the child. In its own session,
+    # the child gets no Ctrl-C itself.
+    tokens = subprocess.check_output(command, input=content, start_new_session=True)
+    return BPE_PATTERN, [base64.b64decode(token) for token in json.loads(tokens)]
 
 
 def sample_texts(texts: Iterable[str]) -> list[str]:
@@ -156,8 +152,7 @@ def build_tokenizer(
         special = {END_OF_TEXT: len(tokens)} if has_several_documents else {}
         return _make_tokenizer(config.name, pattern, tokens, special)
     if config.name not in OPENAI_SIZES:
-        names = ", ".join([*TOKENIZERS, *OPENAI_SIZES])
-        raise UserError(f"tokenizer.name={config.name} is unknown; set {names}")
+        raise unknown_value("tokenizer.name", config.name, [*TOKENIZERS, *OPENAI_SIZES])
     try:
         return from_spec(to_spec(tiktoken.get_encoding(config.name)))
     except Exception as error:  # network and cache raise exceptions of many types

@@ -30,7 +30,7 @@ MAX_LABEL_CHARS = 14
 def record_attention(
     model: GPT, tokens: Tensor, doc_ids: Tensor | None, measure: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Measure each layer's attention scores, without dropout.
+    """Measure each layer's attention scores. The model must be in eval mode.
 
     The kernels do not store the scores, so the reference formula replaces them meanwhile.
 
@@ -53,8 +53,6 @@ def record_attention(
 
     layers = [block.attn for block in model.blocks]
     kernels = [layer.attend for layer in layers]
-    was_training = model.training
-    model.eval()
     try:
         for layer in layers:
             other_type = NON_SOFTMAX.get(layer.attention_type)
@@ -64,7 +62,6 @@ def record_attention(
     finally:
         for layer, kernel in zip(layers, kernels, strict=True):
             layer.attend = kernel
-        model.train(was_training)
     return torch.stack(results)
 
 

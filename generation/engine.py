@@ -141,8 +141,7 @@ def generate(
 ) -> Iterator[TextChunk]:
     """Generate a sample of each prompt, batch_size at a time, and yield text as it is generated.
 
-    Samples end at an end-of-text token if the tokenizer has one. The model is in eval mode until
-    the generator ends.
+    Samples end at an end-of-text token if the tokenizer has one. The model must be in eval mode.
     """
     if sampling.max_new_tokens == 0:
         return
@@ -151,25 +150,20 @@ def generate(
     engine = Engine(model, sampling, min(batch_size, len(prompts)), max_length)
     end_token = end_of_text(tokenizer)
     detokenizers = [IncrementalDetokenizer(tokenizer, sampling, end_token) for _ in prompts]
-    was_training = model.training
-    model.eval()
-    try:
-        while engine.sequences or engine.num_added < len(prompts):
-            num_free = batch_size - len(engine.sequences)
-            new = prompts[engine.num_added : engine.num_added + num_free]
-            if new:
-                engine.add(new)
-            tokens = engine.step()
-            # From the last row, because the last sequence moves to the row of a finished one.
-            for row in reversed(range(len(tokens))):
-                index = engine.sequences[row].index
-                text, finish_reason = detokenizers[index].push(tokens[row])
-                if finish_reason is not None:
-                    engine.remove(row)
-                if text or finish_reason is not None:
-                    yield TextChunk(index, text, detokenizers[index].n_tokens, finish_reason)
-    finally:
-        model.train(was_training)
+    while engine.sequences or engine.num_added < len(prompts):
+        num_free = batch_size - len(engine.sequences)
+        new = prompts[engine.num_added : engine.num_added + num_free]
+        if new:
+            engine.add(new)
+        tokens = engine.step()
+        # From the last row, because the last sequence moves to the row of a finished one.
+        for row in reversed(range(len(tokens))):
+            index = engine.sequences[row].index
+            text, finish_reason = detokenizers[index].push(tokens[row])
+            if finish_reason is not None:
+                engine.remove(row)
+            if text or finish_reason is not None:
+                yield TextChunk(index, text, detokenizers[index].n_tokens, finish_reason)
 
 
 def in_prompt_order(chunks: Iterable[TextChunk]) -> Iterator[TextChunk]:

@@ -23,7 +23,7 @@ def load_prompts(prompt: str | None, prompt_file: str | None, prompts: str | Non
     if prompts is not None:
         return read_prompts(prompts)
     if prompt_file is not None:
-        return [read_text(prompt_file, f"prompt_file={prompt_file}")]
+        return [read_text(prompt_file)]
     return [unescape(prompt or "")]
 
 
@@ -32,7 +32,7 @@ def read_prompts(path: str) -> list[str]:
 
     Lines can have escape sequences. Empty lines are skipped.
     """
-    text = read_text(path, f"prompts={path}")
+    text = read_text(path)
     # str.splitlines would also split at form feeds and U+2028, which may be part of a prompt.
     lines = [line for line in re.split(r"\r\n|\r|\n", text) if line.strip()]
     if not lines:

@@ -30,18 +30,28 @@ def plot_run(folder: Path) -> None:
     figure = make_figure(7.5, 4.2)
     axes = figure.subplots()
     style_axes(axes, folder.name)
-    steps, losses = _to_arrays(curves["train/loss"])
-    axes.plot(steps, losses, color=TRAIN_COLOR, linewidth=0.8, label="training, each step's batch")
-    steps, losses = _to_arrays(curves["val/loss"])
-    label = f"validation, best {min(losses, default=math.nan):.3f}"
-    axes.plot(steps, losses, "o-", color=VAL_COLOR, linewidth=1.8, markersize=4, label=label)
+    losses = curves["train/loss"]
+    axes.plot(
+        list(losses),
+        list(losses.values()),
+        color=TRAIN_COLOR,
+        linewidth=0.8,
+        label="training, each step's batch",
+    )
+    losses = curves["val/loss"]
+    label = f"validation, best {min(losses.values(), default=math.nan):.3f}"
+    axes.plot(
+        list(losses),
+        list(losses.values()),
+        "o-",
+        color=VAL_COLOR,
+        linewidth=1.8,
+        markersize=4,
+        label=label,
+    )
     axes.set(xlabel="optimizer step", ylabel="loss, nats per token")
     axes.legend(frameon=False)
     save_figure(figure, folder / "loss.png")
-
-
-def _to_arrays(curve: dict[int, float]) -> tuple[list[int], list[float]]:
-    return list(curve), list(curve.values())
 
 
 def plot_comparison(variants: list[Variant], rows: list[dict[str, Value]], path: Path) -> None:
@@ -100,10 +110,10 @@ def _plot_divergence(axes, variants: list[Variant]) -> None:
     style_axes(axes, "divergence of the training loss, running maximum")
     axes.set_xlabel("optimizer step")
     for index, variant in enumerate(variants):
-        steps, distances = _to_arrays(divergence(find_pairs(variant, variants[0])))
-        maxima = np.maximum.accumulate(distances)
+        distances = divergence(find_pairs(variant, variants[0]))
+        maxima = np.maximum.accumulate(list(distances.values()))
         style = line_style(index, len(variants), max_width=4.0)
-        axes.plot(steps, maxima, **style, drawstyle="steps-post")
+        axes.plot(list(distances), maxima, **style, drawstyle="steps-post")
     if axes.dataLim.y1 > 0:  # some losses differ
         axes.set_yscale("log", nonpositive="mask")
 

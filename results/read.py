@@ -12,8 +12,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from common.errors import UserError
-from common.files import parse_yaml, read_file, read_json
+from common.files import read_file, read_json
 from common.settings import flatten_dict, format_value
 from training.config import WARMUP_STEPS
 from training.run_folder import summary_key
@@ -164,7 +166,7 @@ def _list_swept(job: str) -> str:
 
 def _read_run(folder: Path, swept: str | None = None) -> Run:
     summary = read_json(folder / "summary.json")
-    config = flatten_dict(read_file(folder / "config.yaml", parse_yaml, ADVICE))
+    config = flatten_dict(read_file(folder / "config.yaml", yaml.safe_load, ADVICE))
     seed = config["seed"]
     for key in list(config):
         if key.split(".")[0] in IGNORED_SECTIONS:

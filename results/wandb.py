@@ -19,11 +19,13 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from shutil import rmtree
 from textwrap import shorten
-from threading import Thread, Timer
+from threading import Timer
 from typing import Any
 
+import yaml
+
 from common.errors import EXIT_CODES
-from common.files import parse_yaml, read_file, read_json
+from common.files import read_file, read_json
 from common.process import run_main
 from results.metrics import DISTINCT, METRICS
 
@@ -56,18 +58,9 @@ class WandbExport(AbstractContextManager):
             [*command, "--follow", str(os.getpid())],
             env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUTF8": "1"},
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            encoding="utf-8",
             start_new_session=True,  # Ctrl-C is for this process
         )
-        self.printer = Thread(target=self._print_lines, daemon=True)
-        self.printer.start()
-
-    def _print_lines(self) -> None:
-        with suppress(OSError):  # the output is no longer read
-            for line in self.process.stdout:
-                print(line, end="", flush=True)  # above a progress bar
 
     def __exit__(self, *error: object) -> None:
         """Wait. The run has ended, so Ctrl-C only ends the wait."""
@@ -81,7 +74,6 @@ class WandbExport(AbstractContextManager):
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
         code = self.process.wait()
-        self.printer.join(NOTICE_S)
         if code not in (0, 1):  # 1: the child process has printed the reason
             print(f"wandb did not finish (exit code {code}); the run folder has all results")
 
@@ -139,7 +131,7 @@ def read_run(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     jobs = read_json(folder / "sweep.json").get("jobs", ["."])
     run = folder / jobs[0]
     path = run / "config.yaml"
-    config = read_file(path, parse_yaml) if path.exists() else {}
+    config = read_file(path, yaml.safe_load) if path.exists() else {}
     return config, read_json(run / "summary.json")
 
 

@@ -79,10 +79,9 @@ def finish_sweep(folder: Path, jobs: list[Job], outcomes: dict[str, Outcome]) ->
         with WandbExport() as export:
             export.start(folder)
     statuses = [outcome.status for outcome in outcomes.values()]
-    if "failed" in statuses:
-        return EXIT_CODES["failed"]
-    if "interrupted" in statuses:
-        return EXIT_CODES["interrupted"]
+    for status in ("failed", "interrupted"):
+        if status in statuses:
+            return EXIT_CODES[status]
     if statuses and statuses.count("refused") == len(jobs):
         return EXIT_CODES["refused"]
     return EXIT_CODES["finished"]

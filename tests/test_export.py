@@ -175,7 +175,7 @@ def test_model_is_read_from_the_cache_of_the_hub(hub, train, sample):
     [
         (["run=none"], "run=none"),
         (["run=a", "dtype=int8"], "dtype=int8"),
-        (["run=gpt2", "out=text.txt"], "text.txt exists; set another out"),
+        (["run=gpt2", "out=text.txt"], "text.txt: File exists; set another"),
         (["run=a", "out=new/mine"], "train with model=llama or model=gpt2"),  # the default model
     ],
     ids=["run", "dtype", "out", "architecture"],

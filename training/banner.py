@@ -1,13 +1,11 @@
 """The first and the last lines of a run. training/log.py prints the lines between."""
 
-import math
 from pathlib import Path
 from typing import Any
 
 from common.console import PYTHON, format_duration, format_si, pluralize, print_text
 from model import GPTConfig
 from training.config import RunConfig
-from training.presets import parse_preset
 from training.run_folder import RunFolder
 from training.train_state import TrainState
 
@@ -26,15 +24,6 @@ def format_banner(config: RunConfig, run: RunFolder, meta: dict) -> str:
     if config.preset is not None:
         text_bytes = format_si(sum(meta["bytes"].values()), "B")
         lines.append(f"preset   {config.preset}, for {text_bytes} of text")
-        numbers = parse_preset(config.preset)
-        if numbers is not None and config.train.minutes is not None:
-            _, flops = numbers
-            lines[-1] += f" and {format_si(flops, 'FLOPs')}"
-            if config.model.max_ngram == 1:
-                lines[-1] += ", without n-grams"
-            epochs = config.train.epochs or math.inf
-            if flops > epochs * tokens["train"] * summary["flops_per_token"]:
-                lines[-1] += f"; more than {pluralize(epochs, 'epoch')} rarely help"
     lines.append(
         f"data     {config.data.name}, {tokens['train']:,} training tokens and "
         f"{tokens['val']:,} validation tokens, "

@@ -160,12 +160,8 @@ def find_step_files(folder: Path, pattern: str) -> list[tuple[int, Path]]:
 
     pattern: such as checkpoints/step-*.pt.
     """
-    files = []
-    for path in folder.glob(pattern):
-        number = path.stem.removeprefix("step-")
-        if number.isdecimal():
-            files.append((int(number), path))
-    return sorted(files)
+    files = [(path.stem.removeprefix("step-"), path) for path in folder.glob(pattern)]
+    return sorted((int(step), path) for step, path in files if step.isdecimal())
 
 
 @dataclass

@@ -150,13 +150,12 @@ class RunLogger(AbstractContextManager):
 
     def results(self) -> dict[str, Any]:
         """The newest metrics, the best evaluation and the speed, as in summary.json."""
-        results = {}
+        results = {"peak_flops": self.speed.peak}
         if self.metrics is not None:
             for name, value in self.metrics.newest.items():
                 if not isinstance(value, str):  # samples, and the names of pictures
                     results[summary_key(name)] = value
-        peak = {"peak_flops": self.speed.peak}
-        return results | self.state.summary() | peak | self.speed.median()
+        return results | self.state.summary() | self.speed.median()
 
 
 FLUSH_INTERVAL_S = 1.0
@@ -165,12 +164,12 @@ FLUSH_INTERVAL_S = 1.0
 class MetricsLogger:
     """Writes rows to metrics.jsonl, several at a time. Rank 0 has one.
 
-    newest: newest value of each metric, also from before a resume.
+    newest: newest value of each metric that this process has written.
     """
 
     def __init__(self, path: Path):
         self.path = path
-        self.newest = read_newest_metrics(path)
+        self.newest: dict[str, Any] = {}
         self.rows: list[tuple[dict, Callable[[], dict] | None]] = []
         self.flushed = time.perf_counter()
 
@@ -211,15 +210,6 @@ class MetricsLogger:
                         "then run the command again: it resumes from the last checkpoint. If that "
                         "fails, start another run from an older checkpoint with train.init_from"
                     )
-
-
-def read_newest_metrics(path: Path) -> dict[str, Any]:
-    """Read the newest value of each metric from metrics.jsonl, which may not exist."""
-    newest = {}
-    if path.exists():
-        for line in path.read_bytes().splitlines():
-            newest |= json.loads(line)
-    return newest
 
 
 def _to_numbers(row: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from torch import nn
 
 from common.console import format_duration, format_memory, format_si, pluralize, print_text
 from common.errors import UserError
-from common.machine import device_name
+from common.machine import device_name, dtype_name
 from data.prepare import prepare
 from data.tokenizer import OPENAI_SIZES
 from model.attention import naive
@@ -75,23 +75,21 @@ def make_plan(config: RunConfig, runtime: Runtime) -> list[tuple[str, str]]:
     tokens = steps * tokens_per_step
     epochs = "data not prepared yet" if data is None else format_epochs(tokens / epoch_tokens)
 
-    size = f"{describe_model(config.model)}, vocabulary {vocab_size:,}"
-    dtype = str(runtime.dtype).removeprefix("torch.")
-    device = f"{device_name(runtime.device)}, {dtype}, attention {runtime.attention}"
+    model_size = f"{describe_model(config.model)}, vocabulary {vocab_size:,}"
+    device = f"{device_name(runtime.device)}, {dtype_name(runtime.dtype)}"
     processes = pluralize(runtime.dist.world_size, "process")
     split = f"{processes} x {runtime.accumulation} x {runtime.micro_batch_size}"
-    speed = f"{format_si(flops_per_second)} FLOP/s"
     time = format_duration(steps * seconds_per_step)
     return [
         ("preset", config.preset or "none"),
-        ("model", f"{config.model.name}, {size}"),
-        ("device", device),
+        ("model", f"{config.model.name}, {model_size}"),
+        ("device", f"{device}, attention {runtime.attention}"),
         *list_parts("parameters", params_by_part(model), "{:,}".format),
         *list_parts("training FLOPs per token", flops, format_si),
         *list_parts("memory per process", memory, format_memory),
         ("step", f"{split} = {config.train.batch_size:,} sequences x {T:,} tokens"),
         ("steps", f"{steps:,}: {tokens:,} tokens ({epochs})"),
-        ("FLOPs", f"{format_si(steps * flops_per_step)} at {speed}"),
+        ("FLOPs", f"{format_si(steps * flops_per_step)} at {format_si(flops_per_second)} FLOP/s"),
         ("time", f"{time}, without evaluations and optimizer"),
     ]
 

@@ -149,9 +149,7 @@ def find_preset(config: RunConfig) -> str:
     is_for_text = "train.steps" in config.set_keys or config.train.init_from is not None
     if minutes is None or is_for_text:
         return min(SIZES, key=lambda size: abs(math.log(SIZES[size] / text_bytes)))
-    speed = config.flops_per_second
-    if speed is None:
-        speed = measure_speed(config.device, config.dtype, config.world_size)
+    speed = config.flops_per_second or measure_speed(config.device, config.dtype, config.world_size)
     return name_preset(text_bytes, 60 * minutes * speed)
 
 

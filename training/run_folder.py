@@ -14,7 +14,7 @@ import yaml
 from filelock import FileLock, Timeout
 
 from common.errors import UserError, error_message, status_of
-from common.files import atomic_write, parse_yaml, read_file, read_json, write_json
+from common.files import atomic_write, read_file, read_json, write_json
 from common.run_paths import RUNS, make_new_folder
 from common.settings import flatten_dict
 
@@ -37,7 +37,7 @@ def summary_key(name: str) -> str:
 
 def read_config(folder: Path) -> dict:
     """Read config.yaml as a flat dict. Raises UserError if it is damaged."""
-    return read_file(folder / "config.yaml", lambda text: flatten_dict(parse_yaml(text)))
+    return read_file(folder / "config.yaml", lambda text: flatten_dict(yaml.safe_load(text)))
 
 
 def read_trained_config(folder: Path) -> dict:
@@ -46,44 +46,30 @@ def read_trained_config(folder: Path) -> dict:
     return read_config(folder) if has_checkpoint else {}
 
 
-def open_run_folder(config: "RunConfig", dist: "Dist") -> "RunFolder":
-    """Open the folder of a run. A new name has the data, the model and the attention backend."""
-    label = f"{config.data.name}-{config.model.name}-{config.attention.backend}"
-    return RunFolder(config.name, label, config.resume, dist)
-
-
-def make_wandb_id(summary: dict, name: str) -> str:
-    """The id of the wandb run of a run folder. A folder that was copied gets another one.
-
-    summary: content of summary.json.
-    """
-    is_same_run = summary.get("name") == name
-    return (is_same_run and summary.get("wandb_id")) or secrets.token_hex(4)
-
-
 class RunFolder(AbstractContextManager):
     """Context manager: a locked folder in runs/. On exit, summary.json says how the run ended.
 
-    name: None makes a name from the time and `label`.
-    resume: whether the run may exist already.
+    config: a run without a name is named after the time, the data, the model and the backend.
     dist: all processes open the folder, and rank 0 locks and writes it.
-    Raises UserError if the run is in use, exists without `resume`, or has lost its last.pt.
+    Raises UserError if the run is in use, exists with resume=false, or has lost its last.pt.
 
     resumes: whether the run continues from last.pt.
     previous: the content of summary.json, from an earlier process.
-    summary: the content of summary.json from `start` on; None before.
+    summary: the content of summary.json from `start` on, which keeps older values; None before.
     """
 
-    def __init__(self, name: str | None, label: str, resume: bool, dist: "Dist"):
+    def __init__(self, config: "RunConfig", dist: "Dist"):
         self.is_main = dist.is_main
+        name = config.name
         if self.is_main and name is None:
+            label = f"{config.data.name}-{config.model.name}-{config.attention.backend}"
             name = make_new_folder(RUNS, label)
         self.name: str = dist.broadcast(name)
         self.folder = RUNS / self.name
         self.best = self.folder / "checkpoints" / "best.pt"
         self.last = self.folder / "checkpoints" / "last.pt"
         self.summary: dict[str, Any] | None = None
-        previous = self._lock(resume) if self.is_main else {}
+        previous = self._lock(config.resume) if self.is_main else {}
         self.previous: dict[str, Any] = dist.broadcast(previous)
         self.resumes = self.last.exists()
 
@@ -115,8 +101,11 @@ class RunFolder(AbstractContextManager):
 
     def start(self, config: dict, summary: dict) -> None:
         """Write config.yaml and summary.json."""
-        self.summary = {"name": self.name, "status": "running", "error": None}
-        self.summary["wandb_id"] = make_wandb_id(self.previous, self.name)
+        changed = {"name": self.name, "status": "running", "error": None}
+        self.summary = self.previous | changed
+        is_same_run = self.previous.get("name") == self.name  # else, the folder was copied
+        wandb_id = is_same_run and self.previous.get("wandb_id")
+        self.summary["wandb_id"] = wandb_id or secrets.token_hex(4)
         if self.is_main:
             write_config(self.folder, config)
         self.update(summary)

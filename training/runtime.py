@@ -46,13 +46,11 @@ class Dist:
     @classmethod
     def from_environment(cls) -> "Dist":
         """Read the variables that torchrun sets. A single process without them."""
-        if os.environ.get("WORLD_SIZE", "1") == "1":
-            return cls()
         return cls(
-            rank=int(os.environ["RANK"]),
-            world_size=int(os.environ["WORLD_SIZE"]),
-            local_rank=int(os.environ["LOCAL_RANK"]),
-            local_world_size=int(os.environ["LOCAL_WORLD_SIZE"]),
+            rank=int(os.environ.get("RANK", "0")),
+            world_size=int(os.environ.get("WORLD_SIZE", "1")),
+            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+            local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         )
 
     @property
@@ -221,11 +219,6 @@ def share_cores(dist: Dist) -> None:
     """Divide the cores of a machine among its processes. torchrun sets OMP_NUM_THREADS=1."""
     if dist.local_world_size > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":
         torch.set_num_threads(max(1, cpu_count() // dist.local_world_size))
-
-
-def build_grad_scaler(device: torch.device, dtype: torch.dtype) -> torch.amp.GradScaler:
-    """Loss scaling for float16 (Micikevicius et al., arXiv:1710.03740), else disabled."""
-    return torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
 
 
 def seed_device(device: torch.device, *numbers: int) -> None:

@@ -64,8 +64,11 @@ class Speed:
         return self._metrics(statistics.median(steps[WARMUP_STEPS:] or steps))
 
     def _metrics(self, seconds: float) -> dict:
-        mfu = self.flops / seconds / self.peak
-        return {"step_ms": 1000 * seconds, "tokens_per_second": self.tokens / seconds, "mfu": mfu}
+        return {
+            "step_ms": 1000 * seconds,
+            "tokens_per_second": self.tokens / seconds,
+            "mfu": self.flops / seconds / self.peak,
+        }
 
 
 def time_calls(
@@ -122,21 +125,15 @@ def measure_flops_per_second(config: RunConfig, runtime: Runtime, vocab_size: in
     model = GPT(config.model, vocab_size, runtime.attend).to(device)
 
     def run_pass() -> None:
-        run_micro_batch(batch_size, config, runtime, model)
+        tokens = torch.randint(vocab_size, (batch_size, block_size), device=device)
+        doc_ids = torch.zeros_like(tokens) if config.data.document_mask else None
+        with runtime.autocast():
+            loss = model(tokens, tokens, doc_ids=doc_ids)
+        loss.backward()
         model.zero_grad(set_to_none=True)
 
     seconds = time_calls(run_pass, device, 1, MEASURED_SECONDS, MAX_MEASURED_PASSES)
     return batch_size * flops_per_sequence / statistics.median(seconds[1:] or seconds)
-
-
-def run_micro_batch(batch_size: int, config: RunConfig, runtime: Runtime, model: GPT) -> None:
-    """Run a forward and backward pass on random tokens."""
-    shape = (batch_size, config.model.block_size)
-    tokens = torch.randint(model.vocab_size, shape, device=runtime.device)
-    doc_ids = torch.zeros_like(tokens) if config.data.document_mask else None
-    with runtime.autocast():
-        loss = model(tokens, tokens, doc_ids=doc_ids)
-    loss.backward()
 
 
 # Peak FLOP/s of dense matrix products, from the data sheets. The names are complete: variants of

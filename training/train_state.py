@@ -49,15 +49,12 @@ class TrainState:
     @property
     def used_limits(self) -> dict[str, float]:
         """The used fraction of each limit, by its setting. At 1, the run ends."""
-        steps = self.config.steps or math.inf
-        epochs = self.config.epochs or math.inf
-        minutes = self.config.minutes or math.inf
-        patience = self.config.patience or math.inf
+        config = self.config
         return {
-            "train.steps": self.step / steps,
-            "train.epochs": self.step / (epochs * self.steps_per_epoch),
-            "train.minutes": self.seconds / (60 * minutes),
-            "train.patience": float(self.evals_since_best >= patience),
+            "train.steps": self.step / (config.steps or math.inf),
+            "train.epochs": self.step / ((config.epochs or math.inf) * self.steps_per_epoch),
+            "train.minutes": self.seconds / (60 * (config.minutes or math.inf)),
+            "train.patience": float(self.evals_since_best >= (config.patience or math.inf)),
         }
 
     @property

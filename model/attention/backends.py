@@ -11,9 +11,7 @@ supports. attention.backend=NAME then selects it (docs/hacking.md), and the test
 
 import functools
 import math
-from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +30,7 @@ KERNELS = {
 }
 HALF_DTYPES = ("bfloat16", "float16")
 NO_FLOAT64 = ("float32", "bfloat16", "float16")
-ALL_DEVICES = {"cpu": Support(), "cuda": Support(), "mps": Support(dtypes=NO_FLOAT64)}
+ALL_DEVICES = {"cpu": Support(), "cuda": Support(), "mps": Support(NO_FLOAT64)}
 
 
 def attention_mask(
@@ -150,9 +148,9 @@ def _sdpa(
 
 @backend(
     on={
-        "cpu": Support(softcap=False),
-        "cuda": Support(softcap=False),
-        "mps": Support(dtypes=NO_FLOAT64, softcap=False),
+        "cpu": Support(lacks=("softcap",)),
+        "cuda": Support(lacks=("softcap",)),
+        "mps": Support(NO_FLOAT64, lacks=("softcap",)),
     },
     uses_sdpa=True,
     kernels=tuple(KERNELS),
@@ -180,22 +178,16 @@ def sdpa(
     return _sdpa(q, k, v, window, positions, doc_ids, dropout_p, softcap, allowed)
 
 
-FLASH_CUDA = Support(
-    dtypes=HALF_DTYPES,
-    softcap=False,
-    window=False,
-    document_mask=False,
-    positions=False,
-    different_value_dim=False,
-)
+FLASH_CUDA_LACKS = ("softcap", "window", "document_mask", "positions", "different_value_dim")
+FLASH_PACKAGE = Support(HALF_DTYPES, lacks=("dropout", *FLASH_CUDA_LACKS))
 
 
 @backend(
     on={
-        "cpu": Support(dropout=False, softcap=False, different_value_dim=False),
-        "cuda": FLASH_CUDA,
+        "cpu": Support(lacks=("dropout", "softcap", "different_value_dim")),
+        "cuda": Support(HALF_DTYPES, lacks=FLASH_CUDA_LACKS),
     },
-    packages={"FA3": replace(FLASH_CUDA, dropout=False), "FA4": replace(FLASH_CUDA, dropout=False)},
+    packages={"FA3": FLASH_PACKAGE, "FA4": FLASH_PACKAGE},
     uses_sdpa=True,
 )
 def flash(
@@ -209,7 +201,7 @@ def flash(
 
 
 @backend(
-    on={"cuda": Support(dtypes=HALF_DTYPES, softcap=False)},
+    on={"cuda": Support(HALF_DTYPES, lacks=("softcap",))},
     uses_sdpa=True,
 )
 def cudnn(
@@ -231,14 +223,8 @@ def cudnn(
 
 @backend(
     on={
-        "cpu": Support(
-            dtypes=NO_FLOAT64,
-            gradients=False,
-            dropout=False,
-            document_mask=False,
-            positions=False,
-        ),
-        "cuda": Support(dtypes=NO_FLOAT64, dropout=False),
+        "cpu": Support(NO_FLOAT64, lacks=("gradients", "dropout", "document_mask", "positions")),
+        "cuda": Support(NO_FLOAT64, lacks=("dropout",)),
     },
     needs_compiler=True,
 )
@@ -271,11 +257,15 @@ def flex(
         # the positions of a decode step are a new tensor in each layer
         make_block_mask = _cached_block_mask if positions is None else _block_mask
         block_mask = make_block_mask(*mask_args)
+
+    def cap_score(score, b, h, query, key):  # PyTorch 2.13 compiles it for one softcap per process
+        return apply_softcap(score, softcap)
+
     y = run_kernel(
         _heads_first(q),
         _heads_first(k),
         _heads_first(v),
-        _score_mod(softcap),
+        None if softcap is None else cap_score,
         block_mask=block_mask,
         enable_gqa=G != H,
     )
@@ -298,17 +288,6 @@ def _compiled_flex():
     # would compute and store all scores.
     raise_recompile_limit(64)
     return torch.compile(flex_attention, fullgraph=True)
-
-
-def _score_mod(softcap: float | None) -> Callable[..., Tensor] | None:
-    """FlexAttention's function of a score. PyTorch 2.13 compiles it for one softcap per process."""
-    if softcap is None:
-        return None
-
-    def cap_score(score, b, h, query, key):
-        return apply_softcap(score, softcap)
-
-    return cap_score
 
 
 def _block_mask(B, Tq, Tk, first_position, window, positions, doc_ids, device):

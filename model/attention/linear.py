@@ -12,8 +12,6 @@ Both compute in float32 or float64, also under autocast. model/attention/__init_
 notation.
 """
 
-from dataclasses import replace
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -102,12 +100,16 @@ def linear_attention_keys(D: int, T: int) -> int:
 
 # To add attention of another type, register it in NON_SOFTMAX like this, and add its name to
 # ATTENTION_TYPES in model/config.py.
-SUPPORT = Support(dropout=False, softcap=False, window=False, document_mask=False)
+LACKS = ("dropout", "softcap", "window", "document_mask")
 NON_SOFTMAX["linear"] = AttentionType(
     "linear",
     linear_attention,
-    on={"cpu": SUPPORT, "cuda": SUPPORT, "mps": replace(SUPPORT, dtypes=NO_FLOAT64)},
-    attention_type="linear",
+    on={
+        "cpu": Support(lacks=LACKS),
+        "cuda": Support(lacks=LACKS),
+        "mps": Support(NO_FLOAT64, lacks=LACKS),
+    },
+    key="model.attention_type",
     scores=linear_attention_scores,
     count_keys=linear_attention_keys,
 )

@@ -27,7 +27,6 @@ from model.attention.support import (
     NON_SOFTMAX,
     AttentionRequest,
     Backend,
-    check_support,
     missing_feature,
     suggest_settings,
 )
@@ -101,29 +100,21 @@ def get_attention_fn(config: AttentionConfig) -> Callable[..., Tensor]:
 
 
 def choose_backend(config: AttentionConfig, request: AttentionRequest) -> AttentionConfig:
-    """Replace the backend auto by the fastest one that supports the request."""
-    if config.backend != "auto":
-        return config
-    name = fastest_backend(request.device, request.dtype, request.Tk)
-    if config.flash_package is not None:
-        name = "flash"  # no other backend has packages
-    elif config.kernels is not None:
-        name = "sdpa"  # no other backend has kernels to choose from
-    elif missing_feature(BACKENDS[name], request) is not None:
-        name = "naive"  # supports everything
-    return replace(config, backend=name)
-
-
-def fastest_backend(device: torch.device, dtype: torch.dtype, T: int) -> str:
-    """Name of the backend that trains fastest on T tokens.
+    """Replace the backend auto by the fastest one that supports the request.
 
     The rule comes from measurements (docs/experiments/attention-backends.md). Nothing is timed at
     start, so that a run always computes with the same kernel.
     """
+    if config.backend != "auto":
+        return config
     # PyTorch's flash kernel for CPUs is slow in bfloat16
-    if device.type == "cpu" and dtype == torch.bfloat16 and T <= 256:
-        return "naive"
-    return "sdpa"
+    is_slow = request.device.type == "cpu" and request.dtype == torch.bfloat16 and request.Tk <= 256
+    name = "sdpa"
+    if config.flash_package is not None:
+        name = "flash"  # no other backend has packages
+    elif config.kernels is None and (is_slow or missing_feature(BACKENDS["sdpa"], request)):
+        name = "naive"  # supports everything, and has no kernels to choose from
+    return replace(config, backend=name)
 
 
 def resolve(config: AttentionConfig, request: AttentionRequest) -> ResolvedAttention:
@@ -133,7 +124,10 @@ def resolve(config: AttentionConfig, request: AttentionRequest) -> ResolvedAtten
     setting to change, and PyTorch's reasons.
     """
     chosen = _find_backend(config)
-    check_support(chosen, request, config.flash_package)
+    missing = missing_feature(chosen, request, config.flash_package)
+    if missing is not None:
+        problem, setting = missing
+        raise UserError(f"{problem}; {suggest_settings(chosen, request, setting)}")
     _activate_flash_package(config.flash_package)
     kernel = chosen.name
     if chosen.uses_sdpa:

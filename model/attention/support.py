@@ -13,24 +13,15 @@ from types import FunctionType
 import torch
 from torch import Tensor
 
-from common.errors import UserError
-
 ALL_DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
 class Support:
-    """What a backend supports on one type of device. Boolean fields are the keys of FEATURES."""
+    """What a backend supports on one type of device: dtypes, and the features that it lacks."""
 
     dtypes: tuple[str, ...] = ALL_DTYPES
-    gradients: bool = True
-    dropout: bool = True
-    softcap: bool = True
-    gqa: bool = True
-    window: bool = True
-    document_mask: bool = True
-    positions: bool = True
-    different_value_dim: bool = True
+    lacks: tuple[str, ...] = ()  # keys of FEATURES
 
 
 @dataclass(frozen=True)
@@ -111,14 +102,8 @@ class Backend:
     uses_sdpa: bool = False
     # whether it needs torch.compile's compiler
     needs_compiler: bool = False
-    # value of model.attention_type that computes the same as this backend
-    attention_type: str = "softmax"
-
-    @property
-    def setting(self) -> str:
-        """The setting that selects this function."""
-        key = "attention" if self.attention_type == "softmax" else "model.attention_type"
-        return f"{key}={self.name}"
+    # the setting whose value is the name
+    key: str = "attention"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +138,7 @@ def missing_feature(
     package: value of attention.flash_package.
     Returns None if the backend can run the request.
     """
-    subject = chosen.setting
+    subject = f"{chosen.key}={chosen.name}"
     supports = chosen.on
     if package is not None:
         subject += f" with attention.flash_package={package}"
@@ -164,20 +149,12 @@ def missing_feature(
     subject += f" on {device}"
     support = supports[device]
     for key, is_used in request.features().items():
-        if is_used and not getattr(support, key):
+        if is_used and key in support.lacks:
             return f"{subject} {FEATURES[key].problem}", FEATURES[key].setting
     dtype = str(request.dtype).removeprefix("torch.")
     if dtype not in support.dtypes:
         return f"{subject} does not support {dtype}", f"dtype={support.dtypes[0]}"
     return None
-
-
-def check_support(chosen: Backend, request: AttentionRequest, package: str | None = None) -> None:
-    """Raise UserError, with the settings to change, if the backend cannot run the request."""
-    missing = missing_feature(chosen, request, package)
-    if missing is not None:
-        problem, setting = missing
-        raise UserError(f"{problem}; {suggest_settings(chosen, request, setting)}")
 
 
 def suggest_settings(
@@ -188,7 +165,7 @@ def suggest_settings(
     For example, "set model.dropout=0, or attention=naive or sdpa".
     """
     suggestions = [] if setting is None else [setting]
-    if refused.attention_type != "softmax":
+    if refused.name in NON_SOFTMAX:
         suggestions.append("model.attention_type=softmax")
     else:
         others = [other for other in BACKENDS.values() if other is not refused]

@@ -348,15 +348,6 @@ def test_preparation_after_a_kill_has_the_files_of_an_undisturbed_one(workdir):
     assert sorted(files[0]) == ["meta.json", "text.bin"]
 
 
-def test_text_that_changes_while_it_is_read_is_refused(workdir, monkeypatch):
-    def change_text(tokenizer):
-        write_file("text.txt", "changed " * 99)
-
-    monkeypatch.setattr("data.encode.to_spec", change_text)
-    with pytest.raises(UserError, match="changed while it was read"):
-        prepare_data(TEXT_SOURCE)
-
-
 # Damage
 
 

@@ -186,16 +186,10 @@ def test_separator_divides_a_text_file_into_documents(
     assert load_documents("items.txt", separator=separator) == ["one", " two", "three"]
 
 
-def test_number_of_separated_documents_is_shown(workdir, capsys):
-    prepare_data(DataConfig(path="text.txt", separator=r"\n"))
-    assert "text has 400 documents" in capsys.readouterr().out
-
-
 # Files that cannot be read
 
 
 TAR = b"a.txt".ljust(257, b"\0") + b"ustar" + b"A sentence. " * 999
-SENTENCES = "Sentences. " * 99
 PATHS = [
     ("missing.txt", None, "data.path=missing.txt"),
     ("none/*.txt", None, r"data.path=none/\*.txt"),
@@ -210,13 +204,10 @@ WITHOUT_TEXT = [
     ("head.csv", b"text,id\n", "no text in head.csv"),
 ]
 ENCODINGS = [
-    ("late.txt", b"a" * 3_000_000 + b"\xff", "late.txt .*not UTF-8: byte 0xff after b'aaa"),
-    ("latin.jsonl", b'{"text": "caf\xe9"}\n' * 30, "latin.jsonl .*byte 0xe9 after .*caf'"),
-    ("latin.csv", b"text,id\na,1\ncaf\xe9,1\n", "latin.csv .*byte 0xe9 after .*caf"),
-    ("little.txt", SENTENCES.encode("utf-16-le"), "little.txt has NUL bytes"),
-    ("mark.txt", "Sentences. ".encode("utf-16"), "mark.txt .*iconv"),
-    ("table.csv", f"text\n{SENTENCES}\n".encode("utf-16"), "table.csv has NUL bytes"),
-    ("rows.jsonl", (JSON_ROWS.decode() * 99).encode("utf-16-le"), "rows.jsonl has NUL bytes"),
+    ("late.txt", b"a" * 3_000_000 + b"\xff", "late.txt .*0xff.*UTF-8"),
+    ("latin.jsonl", b'{"text": "caf\xe9"}\n' * 30, "latin.jsonl .*0xe9.*UTF-8"),
+    ("latin.csv", b"text,id\na,1\ncaf\xe9,1\n", "latin.csv .*0xe9.*UTF-8"),
+    ("mark.txt", "Sentences. ".encode("utf-16"), "mark.txt .*0xff.*UTF-8"),
 ]
 COMPRESSED = [
     ("torn.txt.gz", gzip.compress(b"text " * 1000, mtime=0)[:-4], "torn.txt.gz .*Truncated"),
@@ -233,9 +224,13 @@ TABLES = [
     ("half.jsonl", b'{"text": "\\ud83d"}\n', "half.jsonl .*line 1 "),
     ("array.json", b'\n [{"text": "a"},\n {"text": "b"}]', "array.json .*line 2 .*jq"),
     ("array.jsonl", b'[{"text": "a"}]\n', "array.jsonl .*line 1 .*jq"),
-    ("long.csv", b"text,n\nhello, world,1\n", "long.csv .*line 2 has 3 values instead of 2"),
-    ("short.csv", b'text,n\n"two\nlines",1\na\n', "short.csv .*line 4 has 1 values instead of 2"),
-    ("open.csv", b'text,n\na,1\n"b\n,2\n' + b"c,3\n" * 99, "open.csv .*line 3 has wrong quotes"),
+    ("long.csv", b"text,n\nhello, world,1\n", "long.csv .*line 2 does not have 2 values"),
+    ("short.csv", b'text,n\n"two\nlines",1\na\n', "short.csv .*line 4 does not have 2 values"),
+    (
+        "open.csv",
+        b'text,n\na,1\n"b\n,2\n' + b"c,3\n" * 99,
+        "open.csv .*after line 2 has wrong",
+    ),
     ("BODY.CSV", b"body,id\na,1\nb,2\n", "BODY.CSV .*'text'.*'body', 'id'"),
     ("twice.csv", b"text,n,text\na,1,b\n", "twice.csv .*'text', 'n', 'text'"),
     ("nameless.csv", b"A sentence.,1\nAnother one.,2\n", "'A sentence.', '1'.* names in the first"),

@@ -84,7 +84,7 @@ def test_settings_that_do_not_fit_the_files_are_refused(workdir, keys, message):
 
 
 def test_unknown_tokenizer_is_refused(workdir):
-    with pytest.raises(UserError, match=r"tokenizer.name=words is unknown; set char"):
+    with pytest.raises(UserError, match=r"tokenizer.name=words is unknown.* set one of char"):
         prepare_data(TEXT_SOURCE, replace(BYTE, name="words"))
 
 

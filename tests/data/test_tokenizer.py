@@ -13,7 +13,7 @@ from helpers import BPE, BYTE, CHAR, GPT2, TEXT
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from common.errors import TrainingFailed, UserError
+from common.errors import UserError
 from data import DataConfig
 from data.prepare import prepare
 from data.tokenizer import (
@@ -112,14 +112,6 @@ def test_interrupt_ends_the_training_of_a_vocabulary_at_once(workdir, monkeypatc
         os.waitpid(pid, 0)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
-
-
-def test_vocabulary_whose_process_fails_is_reported_in_one_sentence(workdir, monkeypatch):
-    script = workdir / "killed.py"
-    script.write_text("import os; os.kill(os.getpid(), 9)", encoding="utf-8")
-    monkeypatch.setattr("data.tokenizer.TRAIN_BPE", script)
-    with pytest.raises(TrainingFailed, match=r"failed \(exit code -9\); .* tokenizer=byte"):
-        build(["a text"], BPE)
 
 
 # Characters and tokenizers that do not fit

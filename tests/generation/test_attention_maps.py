@@ -102,27 +102,21 @@ def test_recording_does_not_change_what_the_layers_compute(variant):
 
 @pytest.fixture
 def model():
-    """With dropout, and another attention function than the recorded one."""
-    return make_peaked_model(GPT2 | dict(dropout=0.3), attend=BACKENDS["sdpa"].attend)
+    """With another attention function than the recorded one."""
+    return make_peaked_model(GPT2, attend=BACKENDS["sdpa"].attend)
 
 
-def test_recording_has_no_dropout_and_no_gradients(model):
-    tokens = random_tokens(1, 12)
-    weights = attention_maps(model.train(), tokens)
-    assert torch.equal(weights, attention_maps(model.eval(), tokens))
-    assert not weights.requires_grad
+def test_recording_has_no_gradients(model):
+    assert not attention_maps(model, random_tokens(1, 12)).requires_grad
 
 
-@pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("T", [12, 25], ids=["success", "error"])
-def test_model_is_restored(model, training, T):
+def test_attention_functions_are_restored(model, T):
     functions = [block.attn.attend for block in model.blocks]
-    model.train(training)
     try:
         attention_maps(model, random_tokens(1, T))
     except UserError:
         assert T == 25
-    assert all(module.training is training for module in model.modules())
     assert [block.attn.attend for block in model.blocks] == functions
 
 

@@ -89,14 +89,6 @@ def test_generate_does_not_use_the_global_random_numbers():
     assert torch.equal(state, torch.get_rng_state())
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_generate_has_no_dropout_and_restores_the_mode_of_the_model(training):
-    model = make_random_model(MODERN | dict(dropout=0.5))
-    expected = generate_sample(model, seed=1)
-    assert generate_sample(model.train(training), seed=1) == expected
-    assert model.training is training
-
-
 def test_end_of_text_token_ends_the_sample_without_text():
     model = make_random_model(MODERN)
     with patch("generation.engine.end_of_text", return_value=greedy(model, [1], 1)[0]):

@@ -7,12 +7,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import yaml
 from helpers import TINY, summary
 
 from common.errors import UserError
-from common.files import parse_yaml, write_json
+from common.files import write_json
 from sweep import jobs
 from sweep.jobs import Job, read_outcome, train_job
+from training.config import RunConfig
 from training.run_folder import RunFolder, write_config
 from training.runtime import Dist
 
@@ -37,7 +39,7 @@ def write_run(status: str = "finished", **changed) -> None:
 
 
 def test_job_is_done_after_its_run_has_finished(trained):
-    config = parse_yaml(Path("runs/a/config.yaml").read_bytes())
+    config = yaml.safe_load(Path("runs/a/config.yaml").read_bytes())
     assert Job("a", Path("runs/a"), [], config).is_done()
 
 
@@ -125,7 +127,7 @@ def test_outcome_of_a_finished_job_has_its_loss(workdir):
 
 
 def test_job_that_another_process_trains_fails(workdir):
-    with RunFolder(NAME, "", True, Dist()) as run:
+    with RunFolder(RunConfig(name=NAME), Dist()) as run:
         run.start({"name": NAME}, {})
         outcome = train_job(make_job())
         assert outcome.status == "failed"

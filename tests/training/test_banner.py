@@ -117,24 +117,6 @@ def test_banner_of_a_run_with_a_time_limit_has_no_epochs(config):
     assert "epochs" not in banner(config)
 
 
-@pytest.mark.parametrize(
-    ("epochs", "expected"),
-    [(80, "; more than 80 epochs rarely help\n"), (90, "\n")],
-    ids=["text", "time"],
-)
-def test_banner_says_whether_the_text_limits_a_run_before_the_time(config, epochs, expected):
-    config.model.max_ngram = 3
-    config.preset = "4.0e4-2.7e12"  # 84 epochs
-    config.train = TrainConfig(steps=None, epochs=epochs, minutes=5)
-    assert f" and 2.7 TFLOPs{expected}" in banner(config, flops_per_token=2_000_000)
-
-
-def test_banner_says_that_a_preset_has_no_n_grams(config):
-    config.preset = "1.0e10-1.0e18"
-    config.train.minutes = 5
-    assert " and 1 EFLOPs, without n-grams\n" in banner(config, flops_per_token=2_000_000)
-
-
 def test_banner_has_the_micro_batches(config):
     printed = banner(config, accumulation=4, micro_batch_size=1)
     assert "2,048 tokens, 4 micro batches of 1 sequence, " in printed

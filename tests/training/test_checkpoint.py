@@ -23,7 +23,7 @@ from training.checkpoint import (
 from training.config import CheckpointConfig, RunConfig, TrainConfig
 from training.optimizer import build_optimizers
 from training.run_folder import RunFolder
-from training.runtime import Dist, build_grad_scaler
+from training.runtime import Dist
 from training.train_state import TrainState
 
 HEADER = {"vocab_size": 20, "model_config": {}, "identity": {}, "config": {"seed": 1}}
@@ -34,13 +34,13 @@ def state():
     model = tiny_model()
     optimizers = build_optimizers(model, ADAMW)
     train_step(model, optimizers)
-    scaler = build_grad_scaler(torch.device("cpu"), torch.float32)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
     return TrainState(TrainConfig(steps=9), model, optimizers, scaler)
 
 
 @pytest.fixture
 def run(workdir):
-    with RunFolder("a", "", True, Dist()) as run:
+    with RunFolder(RunConfig(name="a"), Dist()) as run:
         run.start({}, {})
         yield run
 

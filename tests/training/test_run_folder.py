@@ -11,13 +11,13 @@ from helpers import TEXT, summary
 
 from common.errors import TrainingFailed, UserError
 from training.config import RunConfig, TrainConfig
-from training.run_folder import RunFolder, open_run_folder, summary_key
+from training.run_folder import RunFolder, summary_key
 from training.runtime import Dist
 from training.train_state import TrainState
 
 
 def open_folder(name: str | None = "a", resume: bool = True) -> RunFolder:
-    return RunFolder(name, "label", resume, Dist())
+    return RunFolder(RunConfig(name=name, resume=resume), Dist())
 
 
 def test_run_in_use_is_refused(workdir):
@@ -46,7 +46,7 @@ def test_unnamed_run_is_named_after_data_model_and_attention(workdir):
     config.data.name = "novel"
     config.model.name = "small"
     config.attention.backend = "naive"
-    with open_run_folder(config, Dist()) as run:
+    with RunFolder(config, Dist()) as run:
         assert run.name.endswith("-novel-small-naive")
 
 
@@ -60,6 +60,14 @@ def test_config_is_written_as_yaml(workdir):
         run.start({"seed": 1, "data": {"path": "été.txt"}}, {})
     text = Path("runs/a/config.yaml").read_text(encoding="utf-8")
     assert yaml.safe_load(text) == {"seed": 1, "data": {"path": "été.txt"}}
+
+
+def test_resumed_run_keeps_the_newest_metrics_of_its_summary(workdir):
+    write_file("runs/a/summary.json", json.dumps({"last_val_loss": 2.0, "lr": 1.0}))
+    with open_folder() as run:
+        run.start({}, {"lr": 0.5})
+        assert summary("a")["last_val_loss"] == 2.0
+        assert (summary("a")["lr"], summary("a")["status"]) == (0.5, "running")
 
 
 def make_state(**fields) -> TrainState:

@@ -16,7 +16,6 @@ from training.parallel import DDP, FSDP2
 from training.runtime import (
     Dist,
     Runtime,
-    build_grad_scaler,
     resolve_compile,
     resolve_parallel,
     resolve_runtime,
@@ -164,15 +163,6 @@ def test_runtime_configures_torch(workdir, backends, value):
     assert torch.get_float32_matmul_precision() == precision
     assert torch.are_deterministic_algorithms_enabled() == (value == "true")
     assert ("CUBLAS_WORKSPACE_CONFIG" in os.environ) == (value == "true")
-
-
-@pytest.mark.parametrize(
-    ("dtype", "scales"),
-    [(torch.float16, True), (torch.bfloat16, False), (torch.float32, False)],
-    ids=str,
-)
-def test_only_float16_scales_the_loss(dtype, scales):
-    assert build_grad_scaler(CPU, dtype).is_enabled() == scales
 
 
 def draw(*numbers: int) -> list[float]:

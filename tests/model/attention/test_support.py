@@ -90,7 +90,7 @@ def test_refusal_of_a_flash_package_names_the_package(request_, advice):
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_feature_is_missing_only_if_the_call_uses_it(feature):
-    without = replace(BACKENDS["naive"], on={"cpu": replace(Support(), **{feature: False})})
+    without = replace(BACKENDS["naive"], on={"cpu": Support(lacks=(feature,))})
     plain = replace(REQUEST, G=4, grad=False)
     everything = replace(
         REQUEST,
@@ -120,10 +120,10 @@ def support_table() -> str:
         devices_by_support: dict[Support, list[str]] = {}
         for device, support in (chosen.on | packages).items():
             devices_by_support.setdefault(support, []).append(device)
-        label = chosen.name if chosen.attention_type == "softmax" else chosen.setting
+        label = f"{chosen.key}={chosen.name}".removeprefix("attention=")
         for support, devices in devices_by_support.items():
             dtypes = "any" if support.dtypes == ALL_DTYPES else ", ".join(support.dtypes)
-            marks = ["yes" if getattr(support, key) else "no" for key in FEATURES]
+            marks = ["no" if key in support.lacks else "yes" for key in FEATURES]
             rows.append([f"`{label}`", ", ".join(devices), dtypes, *marks])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
