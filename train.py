@@ -167,9 +167,9 @@ def main(config: RunConfig) -> int:
                 save(logger, checkpoints, run)
 
         dist.barrier()  # rank 0 may still save a checkpoint
+        if run.is_main:
+            plot_run(run.folder)
         run.end(state)
-    if run.is_main:
-        plot_run(run.folder)
     print_report(run)
     return EXIT_CODES[run.summary["status"]]
 

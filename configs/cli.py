@@ -71,12 +71,13 @@ def call_or_exit(function: Callable, *arguments: Any) -> Any:
 def format_config(config: Any) -> str:
     """A config as YAML. A config of train.py has the values of its preset.
 
-    With train.minutes, the preset stays auto: the choice could measure the speed of this machine.
+    With train.minutes, the preset stays auto if its choice would measure the speed of this machine.
     """
     from training.presets import choose_preset
 
-    if isinstance(config, RunConfig) and config.train.minutes is None:
-        config = choose_preset(config)
+    if isinstance(config, RunConfig):
+        measures = config.train.minutes is not None and config.flops_per_second is None
+        config = config if measures else choose_preset(config)
     return yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True)
 
 

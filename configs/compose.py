@@ -74,7 +74,8 @@ def read_files(script: str, choices: dict[str, str], config_dir: str | None) -> 
         if not config_dir or not Path(config_dir).is_dir():
             raise UserError(f"--config-dir={config_dir} is not a folder; set one with YAML files")
         folders.append(Path(config_dir).resolve())
-        words.append(f"hydra.searchpath=['file://{folders[1]}']")
+        path = str(folders[1]).replace("\\", "\\\\").replace("'", "\\'")  # in Hydra's grammar
+        words.append(f"hydra.searchpath=['file://{path}']")
     for group, choice in choices.items():
         options = list_choices(group, folders)
         if choice not in options:
@@ -116,7 +117,8 @@ def parse_text(script: str, key: str, text: Any, kinds: dict[str, Any]) -> Any:
     try:
         return parse_value(kind, text)
     except (ValueError, LookupError, yaml.YAMLError):
-        advice = f"set a value of type {formatannotation(kind)}{describe_commas(text)}"
+        type_name = formatannotation(kind).replace("None", "null")
+        advice = f"set a value of type {type_name}{describe_commas(text)}"
         if is_dataclass(kind):
             advice = f"set its keys, such as {key}.{fields(kind)[0].name}"
         raise UserError(f"{key}={format_value(text)}: {advice}") from None

@@ -81,6 +81,11 @@ def _iter_files(files: list[str], config: DataConfig, max_documents: int | None)
     num_documents = 0
     for file in files:
         for piece in _iter_file(file, config):
+            if "\0" in piece.text:
+                raise UserError(
+                    f"{file} has NUL bytes, as UTF-16, UTF-32 and binary files have; convert it to "
+                    "UTF-8, for example with iconv -f UTF-16LE -t UTF-8"
+                )
             yield piece
             num_documents += piece.ends_document
             if num_documents == max_documents:

@@ -66,7 +66,7 @@ METRICS: dict[str, Metric] = {
     # what is compared
     "variant": Metric("variant", compare=COMPUTED),
     "status": Metric(compare=COMPUTED),
-    "error": Metric(compare=DISTINCT),
+    "error": Metric(compare=COMPUTED),
     "kernel": Metric("kernel", compare=COMPUTED),
     "device": Metric(compare=DISTINCT),
     "device_name": Metric(compare=DISTINCT),

@@ -28,6 +28,8 @@ from common.errors import EXIT_CODES
 from common.files import read_file, read_json
 from common.process import run_main
 from results.metrics import DISTINCT, METRICS
+from results.read import read_curves
+from training.run_folder import summary_key
 
 # for the last rows of a run; schedulers kill a process about 30 s after SIGTERM
 FINISH_TIMEOUT_S = 15
@@ -50,17 +52,20 @@ class WandbExport(AbstractContextManager):
     def start(self, folder: Path) -> None:
         """Start the child process, unless wandb.mode is disabled."""
         config, _ = read_run(folder)
-        mode = resolve_mode(config["wandb"]["mode"])
+        mode = resolve_mode(config.get("wandb", {}).get("mode"))
         if mode == "disabled":
             return
         command = [sys.executable, "-P", "-u", "-m", "results.wandb", str(folder), "--mode", mode]
-        self.process = subprocess.Popen(
-            [*command, "--follow", str(os.getpid())],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUTF8": "1"},
-            stdin=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for this process
-        )
+        try:
+            self.process = subprocess.Popen(
+                [*command, "--follow", str(os.getpid())],
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUTF8": "1"},
+                stdin=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for this process
+            )
+        except OSError as error:  # no memory, for example
+            print(f"wandb: {error}; continuing without wandb")
 
     def __exit__(self, *error: object) -> None:
         """Wait. The run has ended, so Ctrl-C only ends the wait."""
@@ -73,7 +78,9 @@ class WandbExport(AbstractContextManager):
         notice.cancel()
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
-        code = self.process.wait()
+        with suppress(KeyboardInterrupt):
+            self.process.wait()
+        code = self.process.returncode
         if code not in (0, 1):  # 1: the child process has printed the reason
             print(f"wandb did not finish (exit code {code}); the run folder has all results")
 
@@ -82,7 +89,8 @@ def resolve_mode(mode: str | None) -> str:
     """wandb.mode, or what wandb's environment variables say. offline if nothing is set."""
     is_disabled = os.environ.get("WANDB_DISABLED", "").lower() in ("true", "1")
     default = "disabled" if is_disabled else os.environ.get("WANDB_MODE") or "offline"
-    return mode or default.lower()
+    older_names = {"dryrun": "offline", "run": "online"}  # wandb still accepts them
+    return mode or older_names.get(default.lower(), default.lower())
 
 
 # The child process
@@ -92,14 +100,17 @@ def main() -> int:
     """Export a folder. Returns exit code 1 if that fails."""
     parser = ArgumentParser("python -m results.wandb", description=__doc__)
     parser.add_argument("folder", type=Path, metavar="FOLDER")
-    parser.add_argument("--mode", choices=("offline", "online"), default="offline")
+    parser.add_argument("--mode", default="offline", help="offline or online")
     parser.add_argument("--follow", type=int, metavar="PID", help="process that writes the folder")
     arguments = parser.parse_args()
+    if not arguments.folder.is_dir():
+        parser.error(f"{arguments.folder} is not a folder; set runs/NAME or runs/sweeps/NAME")
     os.nice(10)  # training has priority
     try:
         export_folder(arguments.folder, arguments.mode, arguments.follow)
     except Exception as error:  # wandb can raise anything
-        print(f"wandb: {shorten(repr(error), 250)}; the run folder has all results")
+        again = f"python -m results.wandb {shlex.quote(str(arguments.folder))}"
+        print(f"wandb: {shorten(repr(error), 250)}; log the folder later with {again}")
         return 1
     if arguments.mode == "offline":
         wandb_folder = find_wandb_dir(arguments.folder) / "wandb"
@@ -124,15 +135,15 @@ def export_folder(folder: Path, mode: str, writer: int | None) -> None:
 
 
 def read_run(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read config.yaml and summary.json of a run, a bench, or the first job of a sweep.
+    """Read config.yaml and summary.json of a run, a bench, or the first job of a sweep with both.
 
     Both are empty for the output of compare.py.
     """
     jobs = read_json(folder / "sweep.json").get("jobs", ["."])
-    run = folder / jobs[0]
-    path = run / "config.yaml"
-    config = read_file(path, yaml.safe_load) if path.exists() else {}
-    return config, read_json(run / "summary.json")
+    for path in (folder / job / "config.yaml" for job in jobs):
+        if path.exists():
+            return read_file(path, yaml.safe_load), read_json(path.with_name("summary.json"))
+    return {}, {}
 
 
 def find_wandb_dir(folder: Path) -> Path:
@@ -199,7 +210,8 @@ def to_media(row: dict[str, Any], folder: Path) -> dict[str, Any]:
 def export_run(folder: Path, mode: str, writer: int | None) -> None:
     """Export a training run, from the first step that the server lacks."""
     config, summary = read_run(folder)
-    facts = {key: value for key, value in summary.items() if not is_result(key)}
+    measured = {summary_key(name) for name in read_curves(folder)}
+    facts = {key: summary[key] for key in summary.keys() - measured if not is_result(key)}
     attention = config["attention"] | summary["attention"]
     sys.argv = shlex.split(summary["command"])[1:]  # without "python"; wandb shows it
     run = start_run(
@@ -253,7 +265,7 @@ def follow_rows(folder: Path, writer: int | None) -> Iterator[dict[str, Any]]:
     with open(folder / "metrics.jsonl", encoding="utf-8") as file:
         incomplete = ""
         while True:
-            _, summary = read_run(folder)
+            summary = read_json(folder / "summary.json")
             *lines, incomplete = (incomplete + file.read()).split("\n")
             yield from map(json.loads, lines)
             if writer is None or summary["status"] != "running":

@@ -1,6 +1,6 @@
 """Builds the parts of a run from its config: data, model, and the facts in summary.json."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -109,13 +109,17 @@ def _find_different_settings(saved: GPTConfig, config: GPTConfig) -> list[str]:
     may_differ = {"name", "dropout", "pad_vocab_multiple"}
     if config.position == "rotary" or saved.block_size >= config.block_size:
         may_differ.add("block_size")
+    if saved.max_ngram == 1:
+        may_differ.add("ngram_table_size")
     old = asdict(saved) | {"n_kv_head": saved.kv_heads, "mlp_width": saved.mlp_channels}
-    new = asdict(config) | {"n_kv_head": config.kv_heads, "mlp_width": config.mlp_channels}
-    return [
-        f"model.{key}={format_value(value)}"
-        for key, value in old.items()
-        if value != new[key] and key not in may_differ
-    ]
+    # what None stands for, once all other settings are those of the saved model
+    defaults = replace(saved, n_kv_head=None, mlp_width=None)
+    new = asdict(config) | {
+        "n_kv_head": config.n_kv_head or defaults.kv_heads,
+        "mlp_width": config.mlp_width or defaults.mlp_channels,
+    }
+    different = [key for key in old if old[key] != new[key] and key not in may_differ]
+    return [f"model.{key}={format_value(old[key])}" for key in different]
 
 
 def checkpoint_activations(model: GPT, part: str) -> None:

@@ -48,14 +48,14 @@ class Evaluator:
             return {}
         dist = self.runtime.dist
         model, wrapped_model = self.runtime.parallel.unshard(self.model, self.wrapped_model)
-        wrapped_model.eval()
         metrics: dict[str, Any] = self.compute_validation_loss(wrapped_model)
         if math.isfinite(metrics["val/loss"]) and dist.is_main:
+            model.eval()
             with self.runtime.autocast():
                 if state.step > 0:  # an untrained model writes noise
                     metrics |= self.generate_sample(model, state.step)
                 metrics |= self.measure_attention(model, state.step)
-        wrapped_model.train()
+            model.train()
         # a signal to any process may have cut the loss or the sample short
         (signals,) = dist.all_reduce(self.stop.requested)
         if signals > 0:
@@ -82,6 +82,7 @@ class Evaluator:
         bytes_of_token = torch.from_numpy(token_bytes(loader.tokenizer)).to(loader.device)
         losses: list[Tensor] = []  # in nats, summed over the tokens of a batch
         counts = torch.zeros(2, dtype=torch.int64, device=loader.device)  # of tokens and bytes
+        model.eval()
         for first in range(dist.rank * B, windows, dist.world_size * B):
             if self.stop.requested:
                 break
@@ -91,6 +92,7 @@ class Evaluator:
             is_target = y >= 0
             target_bytes = bytes_of_token[y.clamp(min=0)] * is_target
             counts += torch.stack([is_target, target_bytes]).sum(dim=(1, 2))
+        model.train()
         # the losses are read from the device after the last window, and summed in float64
         nats = sum(loss.item() for loss in losses)
         total, num_tokens, num_bytes = dist.all_reduce(nats, *counts.tolist())

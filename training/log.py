@@ -164,12 +164,12 @@ FLUSH_INTERVAL_S = 1.0
 class MetricsLogger:
     """Writes rows to metrics.jsonl, several at a time. Rank 0 has one.
 
-    newest: newest value of each metric that this process has written.
+    newest: newest value of each metric, also from before a resume.
     """
 
     def __init__(self, path: Path):
         self.path = path
-        self.newest: dict[str, Any] = {}
+        self.newest = read_newest_metrics(path)
         self.rows: list[tuple[dict, Callable[[], dict] | None]] = []
         self.flushed = time.perf_counter()
 
@@ -210,6 +210,15 @@ class MetricsLogger:
                         "then run the command again: it resumes from the last checkpoint. If that "
                         "fails, start another run from an older checkpoint with train.init_from"
                     )
+
+
+def read_newest_metrics(path: Path) -> dict[str, Any]:
+    """Read the newest value of each metric from metrics.jsonl, which may not exist."""
+    newest = {}
+    if path.exists():
+        for line in path.read_bytes().splitlines():
+            newest |= json.loads(line)
+    return newest
 
 
 def _to_numbers(row: dict[str, Any]) -> dict[str, Any]:

@@ -55,7 +55,7 @@ class RunFolder(AbstractContextManager):
 
     resumes: whether the run continues from last.pt.
     previous: the content of summary.json, from an earlier process.
-    summary: the content of summary.json from `start` on, which keeps older values; None before.
+    summary: the content of summary.json from `start` on; None before.
     """
 
     def __init__(self, config: "RunConfig", dist: "Dist"):
@@ -101,8 +101,7 @@ class RunFolder(AbstractContextManager):
 
     def start(self, config: dict, summary: dict) -> None:
         """Write config.yaml and summary.json."""
-        changed = {"name": self.name, "status": "running", "error": None}
-        self.summary = self.previous | changed
+        self.summary = {"name": self.name, "status": "running", "error": None}
         is_same_run = self.previous.get("name") == self.name  # else, the folder was copied
         wandb_id = is_same_run and self.previous.get("wandb_id")
         self.summary["wandb_id"] = wandb_id or secrets.token_hex(4)

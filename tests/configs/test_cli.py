@@ -201,7 +201,7 @@ def refuse_in_process(folder, script: str, *words: str, **environment: str) -> s
     [
         ("train", ["train.stesp=3"], "train.py: train.stesp: there is no such key"),
         ("train", ["model.n_head=5"], "model.n_embd=128 must be a multiple of model.n_head=5"),
-        ("train", ["train.minutes=many"], "train.minutes=many: set a value of type float | None"),
+        ("train", ["train.minutes=many"], "train.minutes=many: set a value of type float | null"),
         (
             "train",
             ["-m", "seed=1,2", "data.path=missing.txt"],

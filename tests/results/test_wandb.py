@@ -210,7 +210,7 @@ def broken_wandb(request, tmp_path_factory, monkeypatch) -> str:
     monkeypatch.syspath_prepend(site)
     monkeypatch.setenv("PYTHONPATH", str(site))
     monkeypatch.setattr(exporter, "FINISH_TIMEOUT_S", 1 if request.param == "hanging" else 60)
-    return f"{message}; the run folder has all results"
+    return message
 
 
 def test_training_continues_and_one_line_says_that_wandb_failed(broken_wandb, train, capfd):
@@ -218,7 +218,8 @@ def test_training_continues_and_one_line_says_that_wandb_failed(broken_wandb, tr
     assert [row["step"] for row in metrics("a")] == list(range(7))
     assert summary("a")["status"] == "finished"
     lines = [line for line in capfd.readouterr().out.splitlines() if "wandb" in line]
-    assert [line for line in lines if "waiting" not in line] == [broken_wandb]
+    (line,) = [line for line in lines if "waiting" not in line]
+    assert line.startswith(broken_wandb)
 
 
 @pytest.mark.slow

@@ -62,14 +62,6 @@ def test_config_is_written_as_yaml(workdir):
     assert yaml.safe_load(text) == {"seed": 1, "data": {"path": "été.txt"}}
 
 
-def test_resumed_run_keeps_the_newest_metrics_of_its_summary(workdir):
-    write_file("runs/a/summary.json", json.dumps({"last_val_loss": 2.0, "lr": 1.0}))
-    with open_folder() as run:
-        run.start({}, {"lr": 0.5})
-        assert summary("a")["last_val_loss"] == 2.0
-        assert (summary("a")["lr"], summary("a")["status"]) == (0.5, "running")
-
-
 def make_state(**fields) -> TrainState:
     return TrainState(TrainConfig(steps=9), None, [], None, **fields)
 
