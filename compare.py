@@ -7,8 +7,8 @@
 keys:
   out=DIR               folder to write the files into
 
-Prints a table, and writes comparison.png and comparison.csv. The default folder is that of a
-single sweep, else runs/comparison. The first row is the baseline of all differences.
+Prints a table, and writes comparison.png and comparison.csv. The default folder is the
+folder of a single sweep, else runs/comparison. The first row is the baseline of all differences.
 """
 
 if __name__ == "__main__":  # before the slow imports below, so that a typo is reported immediately

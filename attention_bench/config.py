@@ -32,7 +32,7 @@ class BenchConfig:
     block_sizes: list[int] = setting([128, 512, 2048], 1, 10**8)  # context lengths T, in tokens
     # sequences; None: 2,048 tokens, as in a step of the default run, and one sequence in decode
     batch_size: int | None = setting(None, 1, 10**6)
-    n_head: int = setting(2, 1, 10**4)  # the shapes are those of the default model
+    n_head: int = setting(2, 1, 10**4)  # the default model has these shapes
     n_kv_head: int | None = setting(None, 1, 10**4)  # None: n_head
     head_size: int = setting(64, 1, 10**5)
     value_size: int | None = setting(None, 1, 10**5)  # None: head_size

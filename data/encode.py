@@ -1,6 +1,6 @@
 """Encode sources: convert the documents of each source to one token file (data/token_files.py).
 
-The file has the documents of the source, and then those of its separate validation files. If the
+The file has the documents of the source, then the documents of its validation files. If the
 tokenizer has an end-of-text token, it follows each document. A split is a range of documents in
 the file. All cores encode, in chunks of a million characters.
 """
@@ -119,7 +119,7 @@ class TokenFile:
     def write(self, out: IO[bytes]) -> None:
         """Write all documents. Raises UserError."""
         self._write_documents(out, is_validation=False)
-        self.train_documents = len(self)  # before those of separate validation files
+        self.train_documents = len(self)  # the documents of separate validation files follow
         self._write_documents(out, is_validation=True)
 
     def _write_documents(self, out: IO[bytes], is_validation: bool) -> None:

@@ -67,7 +67,7 @@ def _make_tokenizer(
 
     pattern: regular expression that splits text into pieces, which tokens never cross.
     tokens: in the order of their ids.
-    special: ids of special tokens, above those of `tokens`.
+    special: ids of special tokens, above the ids of `tokens`.
     """
     ranks = {token: rank for rank, token in enumerate(tokens)}
     return Tokenizer(

@@ -167,7 +167,7 @@ def generate(
 
 
 def in_prompt_order(chunks: Iterable[TextChunk]) -> Iterator[TextChunk]:
-    """Yield the chunks of the first sample as they arrive, then those of the second, and so on."""
+    """Yield the chunks of the first sample as they arrive, then of the second, and so on."""
     waiting: dict[int, deque[TextChunk]] = defaultdict(deque)  # by index of the prompt
     current = 0
     for arrived in chunks:

@@ -55,7 +55,7 @@ class NgramEmbedding(nn.Module):
     def forward(
         self, tokens: Tensor, doc_ids: Tensor | None, previous_tokens: Tensor | None = None
     ) -> Tensor:
-        """Embeddings to add to those of the tokens: (B, T) -> (B, T, C)."""
+        """N-gram embeddings to add to the token embeddings: (B, T) -> (B, T, C)."""
         rows = self.ngram_hashes(tokens, doc_ids, previous_tokens).flatten(0, 1)
         summed = F.embedding_bag(rows, self.table.weight, mode="sum")  # (B T, C)
         return summed.view(*tokens.shape, -1)

@@ -45,7 +45,7 @@ SAME_STEPS = f"the first {ROUNDING_STEPS} steps have the losses of the baseline,
 EXCLUDES_0 = "the 95 % confidence interval of the difference excludes 0."
 # Start of a verdict, and what it means.
 VERDICT_NOTES = {
-    "equal losses": "all losses equal those of the baseline, bit by bit.",
+    "equal losses": "all losses equal the losses of the baseline, bit by bit.",
     "same up to rounding": f"{SAME_STEPS}; the validation losses show no difference.",
     "same for": f"{SAME_STEPS}; three or more seeds show whether the validation losses differ.",
     "differs": "the training losses differ by more than rounding error, so this variant does not "

@@ -112,7 +112,7 @@ def _find_different_settings(saved: GPTConfig, config: GPTConfig) -> list[str]:
     if saved.max_ngram == 1:
         may_differ.add("ngram_table_size")
     old = asdict(saved) | {"n_kv_head": saved.kv_heads, "mlp_width": saved.mlp_channels}
-    # what None stands for, once all other settings are those of the saved model
+    # what None stands for, once all other settings equal the saved model
     defaults = replace(saved, n_kv_head=None, mlp_width=None)
     new = asdict(config) | {
         "n_kv_head": config.n_kv_head or defaults.kv_heads,

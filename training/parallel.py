@@ -93,7 +93,7 @@ class FSDP2:
         wrapped_model.set_requires_gradient_sync(enabled)
 
     def unshard(self, model: GPT, wrapped_model: nn.Module) -> tuple[GPT, nn.Module]:
-        """A second model with complete weights, those of its blocks in the dtype of products."""
+        """Gather a full copy of the model. Block weights have the dtype of matrix products."""
         weights = {}
         for name, p in model.named_parameters():
             weight = p.detach()

@@ -5,7 +5,7 @@ They apply to keys that no word and no YAML file sets. There are two kinds:
     1MB            for 1 MB of text, and about a minute on two CPU cores
     1.1e6-6.3e13   for 1.1e6 bytes of text and 6.3e13 FLOPs, which train.minutes selects
 
-The bytes are those of the complete text, before a part of it is held out for validation.
+The bytes count the complete text, before a part of it is held out for validation.
 
 docs/experiments/text-sizes.md says which values are measured.
 """

@@ -85,7 +85,7 @@ class TrainState:
         return self.step
 
     def start_clock(self) -> None:
-        """Count `seconds` from now on, in addition to those of earlier processes."""
+        """Count `seconds` from now on, in addition to the time of earlier processes."""
         self.started = time.perf_counter() - self.seconds
 
     def count_step(self, dist: Dist, signal_received: bool) -> None:

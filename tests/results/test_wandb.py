@@ -376,3 +376,43 @@ def test_output_of_compare_is_a_run_of_its_own(workdir):
     shutil.copy(PICTURE, "comparison.png")
     export(workdir)
     assert len(read_offline_runs(workdir)) == 1
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "mode"),
+    [
+        ("WANDB_MODE", "dryrun", "offline"),
+        ("WANDB_MODE", "run", "online"),
+        ("WANDB_DISABLED", "true", "disabled"),
+    ],
+)
+def test_environment_chooses_the_mode_that_the_config_leaves_open(
+    monkeypatch, variable, value, mode
+):
+    for name in ("WANDB_MODE", "WANDB_DISABLED"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, value)
+    assert exporter.resolve_mode(None) == mode
+    assert exporter.resolve_mode("offline") == "offline"
+
+
+def test_sweep_whose_first_job_was_killed_at_its_start_has_the_settings_of_the_next(tmp_path):
+    (tmp_path / "seed=2").mkdir()
+    write_files(
+        tmp_path,
+        **{
+            "sweep.json": '{"jobs": ["seed=1", "seed=2"]}',
+            "seed=2/config.yaml": "wandb: {project: p}",
+            "seed=2/summary.json": '{"name": "s/seed=2"}',
+        },
+    )
+    config, run_summary = exporter.read_run(tmp_path)
+    assert (config, run_summary) == ({"wandb": {"project": "p"}}, {"name": "s/seed=2"})
+
+
+def test_columns_of_metrics_are_not_in_the_config(folder, workdir):
+    shutil.copytree(folder, workdir, dirs_exist_ok=True)
+    export("runs/a")
+    config = read_offline_runs(workdir / "runs/a")["a"].config
+    assert not {"lr", "grad_norm", "error", "last_val_loss"} & config.keys()
+    assert config["n_params"] == summary("a")["n_params"]
