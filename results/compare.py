@@ -184,7 +184,6 @@ def list_notes(rows: list[Row]) -> list[str]:
             if verdict.startswith(start)
         ]
     notes += _distinct(rows, "speedup_problem")
-    notes += _list_equal_kernels(rows)
     devices = _distinct(rows, "device_name")
     if len(devices) > 1:
         listed = ", ".join(devices)
@@ -198,21 +197,6 @@ def list_notes(rows: list[Row]) -> list[str]:
         if row["error"].value is not None:
             notes.append(": ".join(row[name].value for name in ("variant", "status", "error")))
     return notes
-
-
-def _list_equal_kernels(rows: list[Row]) -> list[str]:
-    """List the variants that differ in the requested backend only, but ran the same kernel."""
-    variants: dict[tuple, list[str]] = {}
-    for row in rows:
-        label = row["variant"].value
-        others = re.sub(r"attention=[\w:]+", "", label)
-        if others != label:
-            variants.setdefault((row["kernel"].value, others), []).append(label)
-    return [
-        f"{' and '.join(names)} ran the same kernel, {kernel}: they differ by noise only."
-        for (kernel, _), names in variants.items()
-        if kernel is not None and len(names) > 1
-    ]
 
 
 def _distinct(rows: list[Row], name: str) -> list[Any]:

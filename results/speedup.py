@@ -12,13 +12,11 @@ The interval comes from a jackknife over the seeds (Efron, "The Jackknife, the B
 Resampling Plans", 1982). Effects of the initial weights and batches that runs share cancel.
 """
 
-import shlex
 from math import exp, log
 
 import numpy as np
 from scipy.interpolate import PchipInterpolator
 
-from common.console import PYTHON
 from results.metrics import Value
 from results.read import Run, Variant
 from results.statistics import ci95, estimate_median
@@ -133,18 +131,11 @@ def _all_fall(curves: np.ndarray) -> bool:
 
 
 def _suggest_lengths(baseline: Variant) -> str:
-    """The command that trains the baseline with fewer and with more steps."""
-    run = baseline.runs[0]
-    replaced = ("seed=", "name=", "wandb.group=", "train.steps=")
-    command = shlex.split(run.summary.get("command") or "")[2:]
-    words = [word for word in command if not word.startswith(replaced)]
-    seeds = ",".join(str(run.seed) for run in baseline.runs)
-    steps = [round(ratio * baseline.config["train.steps"]) for ratio in SUGGESTED_LENGTHS]
-    sweep = "lengths" if run.swept is None else run.folder.resolve().parent.name
-    words += [f"seed={seeds}", f"train.steps={steps[0]},{steps[1]}", f"name={sweep}"]
+    """What to train for a speedup: the baseline with fewer and with more steps."""
+    shorter, longer = [round(ratio * baseline.config["train.steps"]) for ratio in SUGGESTED_LENGTHS]
     return (
-        "for a speedup at equal loss, train the baseline with other train.steps, and compare "
-        f"these runs, too: {PYTHON} train.py -m {shlex.join(words)}"
+        f"for a speedup at equal loss, also train the baseline, {baseline.label}, with "
+        f"train.steps={shorter},{longer} and the same seeds"
     )
 
 

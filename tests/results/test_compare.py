@@ -222,19 +222,3 @@ def test_notes_name_what_cannot_be_compared(tmp_path, facts, part):
     second = write_run(tmp_path / "b", changes=LR, **({"data": "text"} | facts))
     assert has_note(compare_rows([first, second]), part)
     assert not has_note(compare_rows([first]), part)
-
-
-@pytest.mark.parametrize(
-    ("labels", "count"),
-    [
-        (["attention=sdpa", "attention=flash"], 1),
-        (["attention=sdpa, lr=1", "attention=flash, lr=1"], 1),
-        (["attention=sdpa, lr=1", "attention=flash, lr=2"], 0),
-        (["lr=1", "lr=2"], 0),
-    ],
-)
-def test_variants_that_ran_the_same_kernel_are_named(row, labels, count):
-    rows = [row | {"variant": Value(label), "kernel": Value("flash")} for label in labels]
-    sentence = f"{' and '.join(labels)} ran the same kernel, flash: they differ by noise only."
-    assert list_notes(rows).count(sentence) == count
-    assert has_note(rows, "same kernel") == bool(count)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from comparison_helpers import LR, compare_rows, write_run, write_sweep
+from comparison_helpers import LR, compare_rows, write_run
 
 from results.compare import format_cell, print_comparison
 from results.metrics import Value
@@ -211,16 +211,9 @@ def test_faster_steps_are_a_larger_speedup_than_per_step(tmp_path):
     assert ratio == pytest.approx(17.5 / 16)
 
 
-def test_advice_is_the_command_that_trains_other_lengths(tmp_path):
-    jobs = ["optimizer.lr=0.001,seed=1", "optimizer.lr=0.1,seed=1"]
-    sweep = write_sweep(tmp_path / "s", jobs)
-    for job, changes in zip(jobs, ({}, LR), strict=True):
-        values, _ = job.split(",")
-        command = f"python train.py model=gpt2 {values} seed=1 name=sweeps/s/{job} wandb.group=s"
-        changes = changes | {"train.steps": 100}
-        write_run(sweep / job, losses=[3.0] * 9, changes=changes, command=command, step=100)
-    advice = "python train.py -m model=gpt2 optimizer.lr=0.001 seed=1 train.steps=80,125 name=s"
-    assert advice in get_problem([sweep])
+def test_advice_has_other_lengths_of_the_baseline(tmp_path):
+    problem = get_problem(write_runs(tmp_path, {100: 2.0}, 1.5))
+    assert "the baseline, a100-1: optimizer.lr=0.001, with train.steps=80,125" in problem
 
 
 def test_advice_is_printed_once_and_on_one_line(tmp_path, capsys):
