@@ -68,7 +68,7 @@ def main(config: BenchConfig) -> int:
             print_results(rows)
             print_text(f"written  {folder / 'attention.csv'}  {folder / 'attention.png'}")
             with WandbExport() as export:
-                export.start(folder)
+                export.start(folder, config.wandb.mode)
     statuses = {row["status"] for row in rows}
     if "failed" in statuses:
         return 1

@@ -104,7 +104,7 @@ def main(config: RunConfig) -> int:
         checkpoints = CheckpointWriter(config.checkpoint, run, state, header)
         run.start(asdict(config), facts | logger.results())
         if run.is_main:
-            export.start(run.folder)
+            export.start(run.folder, config.wandb.mode)
         print_text(format_banner(config, run, data.meta))
         stack.enter_context(logger)
         stop = stack.enter_context(StopRequest())  # until stop.enable(), a signal raises

@@ -88,7 +88,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def read_file(
-    path: Path, parse: Callable[[bytes], Any], advice: str = "restore it, or set another name"
+    path: Path, parse: Callable[[bytes], Any], advice: str = "restore it, or use another run"
 ) -> Any:
     """Read and parse a file.
 

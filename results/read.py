@@ -4,7 +4,6 @@ runs/<name>/config.yaml  metrics.jsonl  summary.json
 runs/sweeps/<sweep>/sweep.json  <job>/config.yaml ...
 """
 
-import json
 import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass
@@ -12,19 +11,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from common.errors import UserError
-from common.files import read_file, read_json
-from common.settings import flatten_dict, format_value
+from common.files import read_json
+from common.settings import format_value
 from training.config import WARMUP_STEPS
-from training.run_folder import summary_key
+from training.run_folder import read_config, read_rows, summary_key
 
 IGNORED_SECTIONS = ("seed", "name", "resume", "wandb")  # runs of one variant may differ in these
 # Suffixes of the keys that select the values of a section, as model.name and attention.backend do.
 CHOICES = (".name", ".backend")
 WHAT_TO_SET = "set folders of runs, as in runs/NAME or runs/sweeps/NAME"
-ADVICE = "restore it, or leave that run out"
 
 
 @dataclass
@@ -109,13 +105,8 @@ def read_curves(folder: Path) -> dict[str, dict[int, float]]:
 
     A metric without values has an empty curve. Raises UserError for a damaged file.
     """
-    return read_file(folder / "metrics.jsonl", _parse_curves, ADVICE)
-
-
-def _parse_curves(content: bytes) -> dict[str, dict[int, float]]:
     curves: dict[str, dict[int, float]] = defaultdict(dict)
-    for line in content.splitlines():
-        row = json.loads(line)
+    for row in read_rows(folder):
         for name, value in row.items():
             if isinstance(value, int | float):
                 curves[name][row["step"]] = value
@@ -166,7 +157,7 @@ def _list_swept(job: str) -> str:
 
 def _read_run(folder: Path, swept: str | None = None) -> Run:
     summary = read_json(folder / "summary.json")
-    config = flatten_dict(read_file(folder / "config.yaml", yaml.safe_load, ADVICE))
+    config = read_config(folder)
     seed = config["seed"]
     for key in list(config):
         if key.split(".")[0] in IGNORED_SECTIONS:

@@ -22,14 +22,13 @@ from textwrap import shorten
 from threading import Timer
 from typing import Any
 
-import yaml
-
 from common.errors import EXIT_CODES
-from common.files import read_file, read_json
+from common.files import read_json
 from common.process import run_main
+from common.settings import nest_dict
 from results.metrics import DISTINCT, METRICS
 from results.read import read_curves
-from training.run_folder import summary_key
+from training.run_folder import read_config, summary_key
 
 # for the last rows of a run; schedulers kill a process about 30 s after SIGTERM
 FINISH_TIMEOUT_S = 15
@@ -49,10 +48,12 @@ class WandbExport(AbstractContextManager):
 
     process = None
 
-    def start(self, folder: Path) -> None:
-        """Start the child process, unless wandb.mode is disabled."""
-        config, _ = read_run(folder)
-        mode = resolve_mode(config.get("wandb", {}).get("mode"))
+    def start(self, folder: Path, mode: str | None) -> None:
+        """Start the child process, unless it is disabled.
+
+        mode: wandb.mode. None: WANDB_MODE, or offline.
+        """
+        mode = mode or os.environ.get("WANDB_MODE") or "offline"
         if mode == "disabled":
             return
         command = [sys.executable, "-P", "-u", "-m", "results.wandb", str(folder), "--mode", mode]
@@ -83,14 +84,6 @@ class WandbExport(AbstractContextManager):
         code = self.process.returncode
         if code not in (0, 1):  # 1: the child process has printed the reason
             print(f"wandb did not finish (exit code {code}); the run folder has all results")
-
-
-def resolve_mode(mode: str | None) -> str:
-    """wandb.mode, or what wandb's environment variables say. offline if nothing is set."""
-    is_disabled = os.environ.get("WANDB_DISABLED", "").lower() in ("true", "1")
-    default = "disabled" if is_disabled else os.environ.get("WANDB_MODE") or "offline"
-    older_names = {"dryrun": "offline", "run": "online"}  # wandb still accepts them
-    return mode or older_names.get(default.lower(), default.lower())
 
 
 # The child process
@@ -140,9 +133,9 @@ def read_run(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     Both are empty for the output of compare.py.
     """
     jobs = read_json(folder / "sweep.json").get("jobs", ["."])
-    for path in (folder / job / "config.yaml" for job in jobs):
-        if path.exists():
-            return read_file(path, yaml.safe_load), read_json(path.with_name("summary.json"))
+    for run in [folder / job for job in jobs]:
+        if (run / "config.yaml").exists():
+            return nest_dict(read_config(run)), read_json(run / "summary.json")
     return {}, {}
 
 

@@ -77,7 +77,7 @@ def finish_sweep(folder: Path, jobs: list[Job], outcomes: dict[str, Outcome]) ->
     print_comparison(rows, folder)
     if outcomes:
         with WandbExport() as export:
-            export.start(folder)
+            export.start(folder, jobs[0].config["wandb"]["mode"])
     statuses = [outcome.status for outcome in outcomes.values()]
     for status in ("failed", "interrupted"):
         if status in statuses:

@@ -16,7 +16,7 @@ from common.console import ProgressBar
 from common.errors import TrainingFailed
 from common.machine import reset_peak_memory
 from training.config import OVERFITTING_EVALS, RunConfig
-from training.run_folder import RunFolder, summary_key
+from training.run_folder import RunFolder, read_rows, summary_key
 from training.runtime import Runtime
 from training.speed import Speed, StepProfiler, peak_flops
 from training.train_state import TrainState
@@ -47,7 +47,7 @@ class RunLogger(AbstractContextManager):
         self.read_timing: Callable[[], dict] | None = None  # of the last step
         self.metrics = None
         if run.is_main:
-            self.metrics = MetricsLogger(run.folder / "metrics.jsonl")
+            self.metrics = MetricsLogger(run.folder)
         self.bar = ProgressBar(1.0, initial=state.progress)
         self.profiler = None
         if config.train.profile and run.is_main:
@@ -167,9 +167,11 @@ class MetricsLogger:
     newest: newest value of each metric, also from before a resume.
     """
 
-    def __init__(self, path: Path):
-        self.path = path
-        self.newest = read_newest_metrics(path)
+    def __init__(self, folder: Path):
+        self.path = folder / "metrics.jsonl"
+        self.newest: dict[str, Any] = {}
+        for row in read_rows(folder):
+            self.newest |= row
         self.rows: list[tuple[dict, Callable[[], dict] | None]] = []
         self.flushed = time.perf_counter()
 
@@ -210,15 +212,6 @@ class MetricsLogger:
                         "then run the command again: it resumes from the last checkpoint. If that "
                         "fails, start another run from an older checkpoint with train.init_from"
                     )
-
-
-def read_newest_metrics(path: Path) -> dict[str, Any]:
-    """Read the newest value of each metric from metrics.jsonl, which may not exist."""
-    newest = {}
-    if path.exists():
-        for line in path.read_bytes().splitlines():
-            newest |= json.loads(line)
-    return newest
 
 
 def _to_numbers(row: dict[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,9 @@
-"""The folder of a training run: its lock, config.yaml and summary.json.
+"""The folder of a training run: its lock, its files, and the functions that read them.
 
 docs/run-folder.md lists all files of a run. common/run_paths.py has the names of runs.
 """
 
+import json
 import math
 import os
 import secrets
@@ -38,6 +39,14 @@ def summary_key(name: str) -> str:
 def read_config(folder: Path) -> dict:
     """Read config.yaml as a flat dict. Raises UserError if it is damaged."""
     return read_file(folder / "config.yaml", lambda text: flatten_dict(yaml.safe_load(text)))
+
+
+def read_rows(folder: Path) -> list[dict]:
+    """Read the rows of metrics.jsonl. Raises UserError if it is damaged."""
+    return read_file(
+        folder / "metrics.jsonl",
+        lambda content: [json.loads(line) for line in content.splitlines()],
+    )
 
 
 def read_trained_config(folder: Path) -> dict:

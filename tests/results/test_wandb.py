@@ -16,7 +16,7 @@ from wandb_helpers import OfflineRun, read_offline_runs
 from wandb_server import ServerRun, WandbServer, wandb_server
 
 from results import wandb as exporter
-from results.wandb import follow_rows, is_logged, resolve_mode
+from results.wandb import WandbExport, follow_rows, is_logged
 
 
 @pytest.fixture
@@ -121,20 +121,14 @@ def test_wandb_shows_the_command_of_the_training(logged, in_folder):
 
 
 @pytest.mark.parametrize(
-    ("config", "environment", "mode"),
-    [
-        (None, {}, "offline"),
-        (None, {"WANDB_MODE": "online"}, "online"),
-        ("offline", {"WANDB_MODE": "online"}, "offline"),
-        (None, {"WANDB_DISABLED": "true", "WANDB_MODE": "online"}, "disabled"),
-        ("online", {"WANDB_DISABLED": "true"}, "online"),
-        (None, {"WANDB_DISABLED": "false"}, "offline"),
-    ],
+    ("mode", "environment", "is_started"),
+    [(None, "disabled", False), ("disabled", "offline", False), ("offline", "disabled", True)],
 )
-def test_config_decides_before_the_environment(config, environment, mode, monkeypatch):
-    for name in ("WANDB_MODE", "WANDB_DISABLED"):
-        monkeypatch.setenv(name, environment.get(name, ""))
-    assert resolve_mode(config) == mode
+def test_config_decides_before_the_environment(mode, environment, is_started, workdir, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", environment)
+    with WandbExport() as export:
+        export.start(workdir, mode)
+    assert (export.process is not None) == is_started
 
 
 # Which rows are logged, and until when
@@ -376,24 +370,6 @@ def test_output_of_compare_is_a_run_of_its_own(workdir):
     shutil.copy(PICTURE, "comparison.png")
     export(workdir)
     assert len(read_offline_runs(workdir)) == 1
-
-
-@pytest.mark.parametrize(
-    ("variable", "value", "mode"),
-    [
-        ("WANDB_MODE", "dryrun", "offline"),
-        ("WANDB_MODE", "run", "online"),
-        ("WANDB_DISABLED", "true", "disabled"),
-    ],
-)
-def test_environment_chooses_the_mode_that_the_config_leaves_open(
-    monkeypatch, variable, value, mode
-):
-    for name in ("WANDB_MODE", "WANDB_DISABLED"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv(variable, value)
-    assert exporter.resolve_mode(None) == mode
-    assert exporter.resolve_mode("offline") == "offline"
 
 
 def test_sweep_whose_first_job_was_killed_at_its_start_has_the_settings_of_the_next(tmp_path):
