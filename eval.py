@@ -29,7 +29,7 @@ from common.files import atomic_write, check_output
 from common.process import run_process
 from configs.schema import EvalScriptConfig
 from data.readers import iter_documents
-from data.sources import resolve_sources
+from data.sources import resolve_source
 from data.tokenizer import Tokenizer
 from generation.load import load_for_inference
 from generation.perplexity import score_documents
@@ -55,12 +55,10 @@ def main(config: EvalScriptConfig) -> int:
 
 def score_data(config: EvalScriptConfig) -> list[dict[str, Any]]:
     """Score each document of the settings `data`. The last row is for all documents."""
-    sources = resolve_sources(config.data)
+    source = resolve_source(config.data)
     model, tokenizer = load_model(config)
-    sizes = [source.text_bytes for source in sources]
-    total_bytes = None if None in sizes else sum(sizes)
-    documents = iter_documents(sources)
-    return score_documents(model, tokenizer, documents, config.batch_size, total_bytes)
+    documents = iter_documents(source)
+    return score_documents(model, tokenizer, documents, config.batch_size, source.text_bytes)
 
 
 def score_tasks(config: EvalScriptConfig, tasks: list[str]) -> list[dict[str, Any]]:

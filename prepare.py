@@ -43,7 +43,7 @@ def describe(prepared: PreparedData) -> str:
     meta = prepared.meta
     tokenizer = prepared.tokenizer
     lines = [f"{prepared.folder}: {tokenizer.name} vocabulary of {meta['vocab_size']:,}"]
-    for split, tokens in (("train", prepared.train[0]), ("val", prepared.val)):
+    for split, tokens in (("train", prepared.train), ("val", prepared.val)):
         first_tokens = token_strings(tokenizer, to_token_ids(tokens[:20]).tolist())
         documents = pluralize(meta["documents"][split], "document")
         size = format_si(meta["bytes"][split], "B")

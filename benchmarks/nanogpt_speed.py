@@ -137,7 +137,7 @@ def share_tokens(work: Path, nanogpt: Path, arguments: argparse.Namespace) -> Pr
     for dataset in ("shakespeare_char", "openwebtext"):
         folder = nanogpt / "data" / dataset
         folder.mkdir(parents=True, exist_ok=True)
-        for split, tokens in (("train", prepared.train[0]), ("val", prepared.val)):
+        for split, tokens in (("train", prepared.train), ("val", prepared.val)):
             tokens[:].tofile(folder / f"{split}.bin")
         if tokenizer == "char":
             (folder / "meta.pkl").write_bytes(

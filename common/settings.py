@@ -55,9 +55,6 @@ def check(config: Any, section: str = "") -> None:
         key = prefix + entry.name
         if is_dataclass(value):
             check(value, key)
-        elif isinstance(value, dict) and all(map(is_dataclass, value.values())):
-            for name, item in value.items():
-                check(item, f"{key}.{name}")
         elif entry.metadata:
             for item in value if isinstance(value, list) else [value]:
                 _check_value(key, item, **entry.metadata)
@@ -170,8 +167,6 @@ def set_values(config: Any, values: dict[str, Any]) -> Any:
         current = getattr(config, key)
         if is_dataclass(current):
             value = set_values(current, value)
-        elif isinstance(current, dict):  # named configs of the same type: the sources of data.mix
-            value = {name: set_values(type(config)(), part) for name, part in value.items()}
         changes[key] = value
     return replace(config, **changes)
 

@@ -6,7 +6,6 @@ in schema.py convert. Composition is pure: it reads nothing but YAML, and measur
 """
 
 import json
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass, replace
@@ -107,9 +106,9 @@ def read_texts(path: Path, package: str) -> dict[str, Any]:
 def parse_text(script: str, key: str, text: Any, kinds: dict[str, Any]) -> Any:
     """Convert the text of a key to its type. Raises UserError.
 
-    kinds: the types of all keys. data.mix.NAME has the keys of data.
+    kinds: the types of all keys.
     """
-    kind = kinds.get(re.sub(r"^data\.mix\.[^.]+", "data", key))
+    kind = kinds.get(key)
     if kind is None:
         suggestion = did_you_mean(key, [*kinds, *list_groups(script)], SYNONYMS)
         hint = "" if text else " (text with spaces needs quotes)"
@@ -177,9 +176,7 @@ def describe_commas(text: Any) -> str:
 
 
 def replace_default_data(data: DataConfig) -> DataConfig:
-    """If data.path is set, it replaces the default data. A source of data.mix has the same rule."""
-    mix = {name: replace_default_data(source) for name, source in data.mix.items()}
-    data = replace(data, mix=mix)
+    """If data.path is set, it replaces the default data."""
     if data.path is None or data.source not in ("none", "python_stdlib"):
         return data
     return replace(data, source="text", name=data.name.replace("python_stdlib", "text"))

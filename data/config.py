@@ -1,20 +1,18 @@
 """Config of the data and the tokenizer: each key has its type, default, limits and meaning."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from typing import Any
 
 from common.settings import Rule, check_path_component, setting
 
-# Keys of a mix itself. Its sources have the other keys.
-MIX_KEYS = ("name", "source", "mix", "document_mask", "weight")
 HUB_KEYS = ("repo", "config", "split", "revision", "val_split", "stream")
 MAX_COUNT = 10**15
 
 
 @dataclass
 class DataConfig:
-    """What to read, what to hold out for validation, and how to mix several sources."""
+    """What to read, and what to hold out for validation."""
 
     name: str = "text"
     source: str = "text"  # function in data/sources.py
@@ -46,29 +44,11 @@ class DataConfig:
     val_fraction: float = setting(0.1, above=0, below=1)
     # Approximate size of a text that is not on this machine.
     text_bytes: int | None = setting(None, 1, MAX_COUNT)
-    mix: dict[str, "DataConfig"] = field(default_factory=dict)  # sources to mix, by name
-    # In a mix: share of the training windows, relative to the other sources.
-    weight: float = setting(1.0, above=0)
     # Tokens attend only to their own document, and positions restart with it.
     document_mask: bool = False
 
     def rules(self, section: str) -> Iterator[Rule]:
         check_path_component(f"{section}.name", self.name)
-        if self.source == "mix" or self.mix:
-            yield from self._mix_rules()
-        else:
-            yield from self._source_rules(section)
-
-    def _mix_rules(self) -> Iterator[Rule]:
-        yield "mix", bool(self.mix), "has no sources; list them in a YAML file (docs/data.md)"
-        for entry in fields(self):
-            is_valid = entry.name in MIX_KEYS or getattr(self, entry.name) == entry.default
-            advice = f"does not apply to a mix; set data.mix.NAME.{entry.name} instead"
-            yield entry.name, is_valid, advice
-        for name in self.mix:
-            check_path_component("data.mix", name)
-
-    def _source_rules(self, section: str) -> Iterator[Rule]:
         for key in HUB_KEYS:
             is_valid = self.source == "hub" or not getattr(self, key)
             yield key, is_valid, "works only with data=hub; set both or neither"
@@ -76,9 +56,6 @@ class DataConfig:
         advice = "needs another column as text_column, and row_is_document=true; or set null"
         yield "prompt_column", is_document or self.prompt_column is None, advice
         yield "separator", self.separator != "", "must not be empty; set a string, or null"
-        is_in_mix = section.startswith("data.mix.")
-        advice = "applies to a whole mix; set data.document_mask instead"
-        yield "document_mask", not (self.document_mask and is_in_mix), advice
         has_path = self.path is not None or self.source != "text"
         yield "path", has_path, f"is missing; set {section}.path"
         has_repo = bool(self.repo) or self.path is not None or self.source != "hub"

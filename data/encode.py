@@ -1,4 +1,4 @@
-"""Encode sources: convert the documents of each source to one token file (data/token_files.py).
+"""Encode a source: convert its documents to a token file (data/token_files.py).
 
 The file has the documents of the source, then the documents of its validation files. If the
 tokenizer has an end-of-text token, it follows each document. A split is a range of documents in
@@ -30,47 +30,41 @@ CHUNK_CHARS = 2**20  # characters that a thread encodes at a time
 PIECE_OVERHEAD_CHARS = 32
 
 
-def encode_sources(
-    folder: Path, sources: list[Source], config: TokenizerConfig, spec: dict | None
-) -> dict:
-    """Write the token files of all sources into a folder.
+def encode_source(folder: Path, source: Source, config: TokenizerConfig, spec: dict | None) -> dict:
+    """Write the token file of a source into a folder.
 
     config: the tokenizer to build from the text.
     spec: the tokenizer of another run, which is used instead.
     Returns the content of meta.json. Raises UserError.
     """
-    has_several_documents = len(sources) > 1 or sources[0].has_several_documents
-    tokenizer = build_tokenizer(config, iter_texts(sources), has_several_documents, spec)
-    spec = to_spec(tokenizer)
-    if has_several_documents and end_of_text(tokenizer) is None:
+    tokenizer = build_tokenizer(config, iter_texts(source), source.has_several_documents, spec)
+    if source.has_several_documents and end_of_text(tokenizer) is None:
         print_text(
             "documents are joined without a separator, because the vocabulary has no "
             f"{END_OF_TEXT} token; a model that should stop needs the vocabulary of a run on "
             "several documents"
         )
     dtype = "uint16" if tokenizer.n_vocab <= 2**16 else "uint32"
-    if any(source.config.prompt_column is not None for source in sources):
+    if source.config.prompt_column is not None:
         dtype = "int32"  # see data/token_files.py
-    parts: dict[str, list[dict]] = {"train": [], "val": []}
-    for source in sources:
-        file = TokenFile(source, tokenizer, dtype)
-        with atomic_writer(folder / file.name) as out:
-            file.write(out)
-        for split, documents in file.split().items():
-            parts[split].append(file.describe(documents))
-    totals = {}
+    file = TokenFile(source, tokenizer, dtype)
+    with atomic_writer(folder / file.name) as out:
+        file.write(out)
+    meta = {"dtype": dtype, "vocab_size": tokenizer.n_vocab, "tokenizer": to_spec(tokenizer)}
+    splits = {split: file.describe(documents) for split, documents in file.split().items()}
     for key in ("tokens", "bytes", "documents"):
-        totals[key] = {split: sum(part[key] for part in parts[split]) for split in parts}
-    return {"dtype": dtype, "vocab_size": tokenizer.n_vocab, **totals, **parts, "tokenizer": spec}
+        meta[key] = {split: part[key] for split, part in splits.items()}
+    for split, part in splits.items():
+        meta[split] = [part]  # a list, as in earlier versions
+    return meta
 
 
-def iter_texts(sources: list[Source]) -> Iterator[str]:
-    """Yield all text of the sources, including separate validation files, to train a vocabulary."""
-    for source in sources:
-        for is_validation in (False, True):
-            for chunk in iter_chunks(source, is_validation, "reading"):
-                for piece in chunk:
-                    yield piece.text
+def iter_texts(source: Source) -> Iterator[str]:
+    """Yield all text of a source, including separate validation files, to train a vocabulary."""
+    for is_validation in (False, True):
+        for chunk in iter_chunks(source, is_validation, "reading"):
+            for piece in chunk:
+                yield piece.text
 
 
 def iter_chunks(source: Source, is_validation: bool, verb: str) -> Iterator[list[Piece]]:
@@ -88,7 +82,7 @@ def iter_chunks(source: Source, is_validation: bool, verb: str) -> Iterator[list
             done += len(piece.text)
             if size >= CHUNK_CHARS:
                 yield chunk
-                bar.show(done, f"{verb} {source.name}", f"{format_si(done)} characters")
+                bar.show(done, f"{verb} {source.config.name}", f"{format_si(done)} characters")
                 chunk = []
                 size = 0
     if chunk:
@@ -104,7 +98,7 @@ class TokenFile:
 
     def __init__(self, source: Source, tokenizer: tiktoken.Encoding, dtype: str):
         self.source = source
-        self.name = f"{source.name}.bin"
+        self.name = f"{source.config.name}.bin"
         self.tokenizer = tokenizer
         end = end_of_text(tokenizer)
         self.end_of_text = np.array([] if end is None else [end], np.uint32)
@@ -141,7 +135,7 @@ class TokenFile:
         parts: list[np.ndarray] = []
         counts = []
         for piece in chunk:
-            ids = encode(self.tokenizer, piece.text, self.source.name)
+            ids = encode(self.tokenizer, piece.text, self.source.config.name)
             # as int32, ~ids are the values of a prompt in a token file
             parts.append(~ids if piece.is_prompt else ids)
             counts.append(len(ids))
@@ -168,7 +162,7 @@ class TokenFile:
         train = range(val.stop, len(self)) if val.start == 0 else range(val.start)
         if not train or not val:
             raise UserError(
-                f"{self.source.name} has too few documents ({len(self)}) to hold some out; "
+                f"{self.source.config.name} has too few documents ({len(self)}) to hold some out; "
                 "set a smaller data.val_documents, or data.val_fraction or data.val_path instead"
             )
         return {"train": train, "val": val}
@@ -191,7 +185,7 @@ class TokenFile:
         share = 1 - self.byte_starts[first] / size
         if not fraction / 2 <= share <= 2 * fraction:
             print_text(
-                f"{share:.1%} of {self.source.name} is held out instead of "
+                f"{share:.1%} of {self.source.config.name} is held out instead of "
                 f"data.val_fraction={fraction:g}, because documents are not divided; "
                 "set data.val_path"
             )

@@ -1,6 +1,6 @@
 """Batches of token windows. A batch is a pure function of (split, first, count), without any state.
 
-Training: the n tokens of a source form a ring. An epoch cuts the ring at a random phase into
+Training: the n tokens of the split form a ring. An epoch cuts the ring at a random phase into
 ceil(n / T) windows, so that each token is a target once (a few twice, where the last window
 overlaps the first). T is block_size. All epochs read the windows in the same random order, so that
 a token returns after a complete epoch. With a new order in each epoch, many would return early,
@@ -8,8 +8,7 @@ while the model still remembers them: the validation loss rose at the start of e
 (docs/experiments/text-sizes.md).
 
 Sequence i depends only on the seed and i: resuming needs only its number, and any number of
-processes sees the same batches. The sources of a mix take turns by weight, each with its own
-epochs.
+processes sees the same batches.
 
 Validation: windows are consecutive. The last one ends with the text; its targets that the previous
 window also has are masked, so that every target counts once.
@@ -50,15 +49,10 @@ class Loader:
         self.seed = seed
         self.device = torch.device(device)
         self.tokenizer = data.tokenizer
-        self.weights = data.weights
         self.train = data.train
-        # number of windows per epoch of each source
-        self.windows = [math.ceil(len(tokens) / block_size) for tokens in self.train]
-        self.phases: dict[tuple[int, int], int] = {}  # by source and epoch
-        self.orders = [
-            _shuffle(count, self._draw_phase(source, 0))
-            for source, count in enumerate(self.windows)
-        ]
+        self.windows_per_epoch = math.ceil(len(self.train) / block_size)
+        self.phases: dict[int, int] = {}  # by epoch
+        self.order = _shuffle(self.windows_per_epoch, self._draw_phase(0))
         self.val = data.val
         self.val_T = min(block_size, len(self.val) - 1)
         self.val_windows = math.ceil((len(self.val) - 1) / self.val_T)
@@ -69,11 +63,6 @@ class Loader:
                 "lacks; set it to false, or use a text of several documents and a tokenizer "
                 "built from it"
             )
-
-    @property
-    def windows_per_epoch(self) -> int:
-        """Number of windows in one epoch of each source."""
-        return sum(self.windows)
 
     def batch(
         self, split: str, first: int, count: int, stride: float = 1
@@ -111,37 +100,18 @@ class Loader:
     def _train_batch(self, sequences: list[int]) -> tuple[Tensor, Tensor]:
         rows = []
         for sequence in sequences:
-            source, index = self._find_source(sequence)
-            epoch, window = divmod(index, self.windows[source])
-            if (source, epoch) not in self.phases:
-                self._draw_phase(source, epoch)
-            start = self.phases[source, epoch] + int(self.orders[source][window]) * self.T
-            rows.append(self.train[source].read_ring(start, self.T + 1))
+            epoch, window = divmod(sequence, self.windows_per_epoch)
+            if epoch not in self.phases:
+                self._draw_phase(epoch)
+            start = self.phases[epoch] + int(self.order[window]) * self.T
+            rows.append(self.train.read_ring(start, self.T + 1))
         return self._make_batch(rows)
 
-    def _draw_phase(self, source: int, epoch: int) -> np.random.Generator:
+    def _draw_phase(self, epoch: int) -> np.random.Generator:
         """Draw where the windows of an epoch begin. Returns its random numbers."""
-        # the first source of a mix has the seed of a run without a mix
-        seed = (self.seed, epoch, source) if source > 0 else (self.seed, epoch)
-        rng = np.random.default_rng(seed)
-        self.phases[source, epoch] = int(rng.integers(self.T))
+        rng = np.random.default_rng((self.seed, epoch))
+        self.phases[epoch] = int(rng.integers(self.T))
         return rng
-
-    def _find_source(self, sequence: int) -> tuple[int, int]:
-        """The source of a training sequence, and the number of earlier sequences of this source.
-
-        Of the first n sequences, n x weight / total weight, rounded, are from the first source. The
-        others are divided in the same way among the other sources.
-        """
-        total = sum(self.weights)
-        for source, weight in enumerate(self.weights[:-1]):
-            earlier = int(sequence * weight / total + 0.5)
-            earlier_or_this = int((sequence + 1) * weight / total + 0.5)
-            if earlier_or_this > earlier:
-                return source, earlier
-            sequence -= earlier
-            total -= weight
-        return len(self.weights) - 1, sequence
 
     def _val_batch(self, sequences: list[int]) -> tuple[Tensor, Tensor]:
         T = self.val_T

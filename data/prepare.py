@@ -1,8 +1,8 @@
 """Prepare data: convert text to token files in data/prepared/<name>-<fingerprint>/.
 
 This is done once per text and tokenizer. The fingerprint is a hash of everything that determines
-the tokens, so a changed text gets a new folder. The folder has a token file of each source
-(data/token_files.py), and meta.json with the tokenizer and the range of each split in each file.
+the tokens, so a changed text gets a new folder. The folder has a token file (data/token_files.py),
+and meta.json with the tokenizer and the range of each split in the file.
 """
 
 import hashlib
@@ -18,8 +18,8 @@ from common.console import pluralize, print_text
 from common.errors import UserError
 from common.files import new_folder, read_file, write_json
 from data.config import DataConfig, TokenizerConfig
-from data.encode import encode_sources
-from data.sources import Source, hash_sources, is_remote, resolve_sources
+from data.encode import encode_source
+from data.sources import Source, hash_source, is_remote, resolve_source
 from data.token_files import Tokens, to_token_ids
 from data.tokenizer import END_OF_TEXT, OPENAI_SIZES, Tokenizer, find_start_token, from_spec
 
@@ -30,29 +30,22 @@ PREPARED = Path("data/prepared")  # below the current folder
 
 @dataclass(frozen=True)
 class PreparedData:
-    """A prepared folder.
-
-    meta: the content of meta.json.
-    weights: the weight of each source in a mix.
-    """
+    """A prepared folder. meta: the content of meta.json."""
 
     folder: Path
     meta: dict
-    weights: tuple[float, ...] = (1.0,)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
         return from_spec(self.meta["tokenizer"])
 
     @cached_property
-    def train(self) -> list[Tokens]:
-        """The training tokens of each source."""
-        return [Tokens(self.folder, self.meta, [part]) for part in self.meta["train"]]
+    def train(self) -> Tokens:
+        return Tokens(self.folder, self.meta, "train")
 
     @cached_property
     def val(self) -> Tokens:
-        """The validation tokens of all sources, one after the other."""
-        return Tokens(self.folder, self.meta, self.meta["val"])
+        return Tokens(self.folder, self.meta, "val")
 
 
 def prepare(
@@ -69,34 +62,31 @@ def prepare(
     Raises UserError if the text cannot be read or encoded, or is shorter than a window, or if
     prepared files are damaged.
     """
-    sources = resolve_sources(config)
+    source = resolve_source(config)
     if spec is not None:
         # the start token of the other run was chosen for its own text
         spec = {key: value for key, value in spec.items() if key != "start"}
-    fingerprint = compute_fingerprint(sources, tokenizer, spec)
+    fingerprint = compute_fingerprint(source, tokenizer, spec)
     folder = PREPARED / f"{config.name}-{fingerprint}"
     if not folder.exists():
-        files = [file for source in sources for file in source.files + source.val_files]
+        files = source.files + source.val_files
         if offline and (tokenizer.name in OPENAI_SIZES or any(map(is_remote, files))):
             return None
         # another process can have finished the folder in the meantime
         with suppress(FileExistsError), new_folder(folder) as unfinished:
             meta = {"name": config.name, "fingerprint": fingerprint}
             print_text(f"preparing {config.name}: {pluralize(len(files), 'file')} -> {folder}")
-            meta |= encode_sources(unfinished, sources, tokenizer, spec)
+            meta |= encode_source(unfinished, source, tokenizer, spec)
             write_json(unfinished / "meta.json", meta | {"checksum": hash_json(meta)})
-    weights = tuple(source.config.weight for source in sources)
-    prepared = PreparedData(folder, read_meta(folder), weights)
+    prepared = PreparedData(folder, read_meta(folder))
     _check_lengths(prepared, block_size)
     _choose_start_token(prepared)
     return prepared
 
 
-def compute_fingerprint(
-    sources: list[Source], tokenizer: TokenizerConfig, spec: dict | None
-) -> str:
+def compute_fingerprint(source: Source, tokenizer: TokenizerConfig, spec: dict | None) -> str:
     """Hash of everything that determines the tokens."""
-    return hash_json([FORMAT, tokenizer.name, tokenizer.vocab_size, spec, hash_sources(sources)])
+    return hash_json([FORMAT, tokenizer.name, tokenizer.vocab_size, spec, hash_source(source)])
 
 
 def hash_json(content: list | dict) -> str:
@@ -140,4 +130,4 @@ def _choose_start_token(prepared: PreparedData) -> None:
     """Add the token before a document to a tokenizer without an end-of-text token."""
     spec = prepared.meta["tokenizer"]
     if END_OF_TEXT not in spec["special"]:
-        spec["start"] = find_start_token(spec, to_token_ids(prepared.train[0][:START_TOKENS]))
+        spec["start"] = find_start_token(spec, to_token_ids(prepared.train[:START_TOKENS]))

@@ -40,19 +40,18 @@ class Piece(NamedTuple):
     is_prompt: bool
 
 
-def iter_documents(sources: Iterable[Source]) -> Iterator[list[Piece]]:
-    """Yield the pieces of each document of the sources.
+def iter_documents(source: Source) -> Iterator[list[Piece]]:
+    """Yield the pieces of each document of a source.
 
     The documents include those that a training run would hold out, but no separate validation
     files. Raises UserError.
     """
-    for source in sources:
-        document = []
-        for piece in iter_pieces(source):
-            document.append(piece)
-            if piece.ends_document:
-                yield document
-                document = []
+    document = []
+    for piece in iter_pieces(source):
+        document.append(piece)
+        if piece.ends_document:
+            yield document
+            document = []
 
 
 def iter_pieces(source: Source, is_validation: bool = False) -> Iterator[Piece]:

@@ -1,4 +1,4 @@
-"""Where text comes from: the files of each source, and a hash of their content.
+"""Where text comes from: the files of a source, and a hash of their content.
 
 A file is a path, a URL, or hub:REPO:SPLIT. data/readers.py reads the documents in it. A new source
 is a function in SOURCES that returns the files to read, and a YAML file in configs/data/ that sets
@@ -8,7 +8,6 @@ is a function in SOURCES that returns the files to read, and a YAML file in conf
 import difflib
 import glob
 import hashlib
-import itertools
 import json
 import os
 import re
@@ -81,9 +80,8 @@ def is_table(file: str) -> bool:
 
 @dataclass(frozen=True)
 class Source:
-    """A source of text, alone or in a mix, with its files."""
+    """The files of a text, and how to read them."""
 
-    name: str
     config: DataConfig
     files: list[str]
     val_files: list[str]  # separate files for validation; empty: a part of `files` is held out
@@ -137,62 +135,44 @@ SOURCES: dict[str, Callable[[DataConfig], list[str]]] = {
 }
 
 
-def resolve_sources(config: DataConfig) -> list[Source]:
-    """Find the files of each source of a config.
+def resolve_source(config: DataConfig) -> Source:
+    """Find the files of a config.
 
     Raises UserError if there is none, or if a file would be used for both training and validation.
     """
-    sources = []
-    configs = config.mix or {config.name: config}
-    for name, part in configs.items():
-        section = f"data.mix.{name}" if config.mix else "data"
-        if part.source not in SOURCES:
-            raise unknown_value(f"{section}.source", part.source, SOURCES)
-        if part.path is not None:
-            files = find_files(part.path, f"{section}.path")
-        else:
-            files = SOURCES[part.source](part)
-        val_files = []
-        if part.val_path is not None:
-            val_files = find_files(part.val_path, f"{section}.val_path")
-        elif part.val_split and part.path is None:
-            val_files = hub(replace(part, split=part.val_split))
-        _check_keys(part, files + val_files, section)
-        sources.append(Source(name, part, files, val_files))
-    _refuse_shared_files(sources)
-    return sources
+    if config.source not in SOURCES:
+        raise unknown_value("data.source", config.source, SOURCES)
+    if config.path is not None:
+        files = find_files(config.path, "data.path")
+    else:
+        files = SOURCES[config.source](config)
+    val_files = []
+    if config.val_path is not None:
+        val_files = find_files(config.val_path, "data.val_path")
+    elif config.val_split and config.path is None:
+        val_files = hub(replace(config, split=config.val_split))
+    _check_keys(config, files + val_files)
+    shared = set(map(_identify, files)) & set(map(_identify, val_files))
+    if shared:
+        raise UserError(
+            f"{min(shared)} would be used for both training and validation; remove it from one of "
+            "them, or hold out a part of it with data.val_fraction or data.val_documents"
+        )
+    return Source(config, files, val_files)
 
 
-def _check_keys(config: DataConfig, files: list[str], section: str) -> None:
+def _check_keys(config: DataConfig, files: list[str]) -> None:
     """Raise UserError for a prompt column without a table, or a separator without a text file."""
     text_files = [file for file in files if not is_table(file)]
     if config.prompt_column is not None and text_files:
         raise UserError(
-            f"{section}.prompt_column={config.prompt_column} is for tables, and {text_files[0]} "
-            f"has no columns; set {section}.prompt_column=null"
+            f"data.prompt_column={config.prompt_column} is for tables, and {text_files[0]} has no "
+            "columns; set data.prompt_column=null"
         )
     if config.separator is not None and not text_files:
         raise UserError(
-            f"{section}.separator is for text files, and {files[0]} is a table; "
-            f"set {section}.separator=null"
+            f"data.separator is for text files, and {files[0]} is a table; set data.separator=null"
         )
-
-
-def _refuse_shared_files(sources: list[Source]) -> None:
-    """Raise UserError if a file would be used for both training and validation.
-
-    A source without val_files holds out a part of its files, so no other source may train on them.
-    """
-    for source, other in itertools.product(sources, repeat=2):
-        held_out = other.val_files
-        if not held_out and other is not source:
-            held_out = other.files
-        shared = set(map(_identify, source.files)) & set(map(_identify, held_out))
-        if shared:
-            raise UserError(
-                f"{min(shared)} would be used for both training and validation; remove it from one "
-                "of them, or hold out a part of it with val_fraction or val_documents"
-            )
 
 
 def _identify(file: str) -> str:
@@ -260,22 +240,22 @@ def _split_numbers(file: str) -> list[str | int]:
     return [int(part) if part.isdecimal() else part for part in parts]
 
 
-def hash_sources(sources: list[Source]) -> str:
+def hash_source(source: Source) -> str:
     """SHA-256 of everything that determines the documents of both splits.
 
     This is the content of local files, the names of all others, and READING_KEYS.
     """
     total = hashlib.sha256()
-    for source in sources:
-        values = [source.name, *(getattr(source.config, key) for key in READING_KEYS)]
-        if source.config.separator is not None:  # otherwise, the hash is that of earlier versions
-            values.append(source.config.separator)
-        total.update(json.dumps(values).encode())
-        for file in [*source.files, "validation", *source.val_files]:
-            if os.path.isfile(file):
-                _hash_file(file, total)
-            else:
-                total.update(file.encode())
+    config = source.config
+    values = [config.name, *(getattr(config, key) for key in READING_KEYS)]
+    if config.separator is not None:  # otherwise, the hash equals the one of earlier versions
+        values.append(config.separator)
+    total.update(json.dumps(values).encode())
+    for file in [*source.files, "validation", *source.val_files]:
+        if os.path.isfile(file):
+            _hash_file(file, total)
+        else:
+            total.update(file.encode())
     return total.hexdigest()
 
 

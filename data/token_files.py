@@ -1,11 +1,10 @@
-"""Token files: SOURCE.bin in a prepared folder has the token ids of a source, little-endian.
+"""Token files: NAME.bin in a prepared folder has the token ids of a text, little-endian.
 
 A value has 16 bits, or 32 bits for a vocabulary of more than 65,536 tokens. With prompts, values
 are signed: the token i of a prompt is stored as ~i = -1 - i, because the model reads it, but it is
 never a target. data/encode.py writes these files.
 """
 
-from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -20,44 +19,34 @@ def to_token_ids(values: np.ndarray) -> np.ndarray:
 
 
 class Tokens:
-    """Values in parts of token files. tokens[a:b] reads them from the disk.
+    """Values of a split in a token file. tokens[a:b] reads them from the disk.
 
-    The files are not memory-mapped, because mapped pages count as memory of this process.
+    The file is not memory-mapped, because mapped pages count as memory of this process.
     """
 
-    def __init__(self, folder: Path, meta: dict, parts: list[dict]):
-        self.folder = folder
+    def __init__(self, folder: Path, meta: dict, split: str):
+        (part,) = meta[split]
+        self.path = folder / part["file"]
+        self.start = part["start"]
+        self.count = part["tokens"]
         self.dtype = np.dtype(meta["dtype"])
         self.vocab_size = meta["vocab_size"]
-        self.parts = parts
-        # index of the first token of each part, and the number of all tokens
-        self.starts = [0, *accumulate(part["tokens"] for part in parts)]
 
     def __len__(self) -> int:
-        return self.starts[-1]
+        return self.count
 
     def __getitem__(self, index: slice) -> np.ndarray:
+        """Read a slice that is not empty. Raises TrainingFailed if the file is damaged."""
         start, stop, _ = index.indices(len(self))
-        pieces = [np.empty(0, self.dtype)]
-        for part, part_start in zip(self.parts, self.starts, strict=False):
-            first = max(0, start - part_start)
-            last = min(part["tokens"], stop - part_start)
-            if first < last:
-                pieces.append(self._read(part, first, last - first))
-        return np.concatenate(pieces)
-
-    def _read(self, part: dict, first: int, count: int) -> np.ndarray:
-        """Read `count` values of a part. Raises TrainingFailed if the file is damaged."""
-        path = self.folder / part["file"]
-        offset = (part["start"] + first) * self.dtype.itemsize
-        values = np.fromfile(path, self.dtype, count, offset=offset)
+        offset = (self.start + start) * self.dtype.itemsize
+        values = np.fromfile(self.path, self.dtype, stop - start, offset=offset)
         if (
-            len(values) < count
+            len(values) < stop - start
             or values.max() >= self.vocab_size
             or values.min() < ~(self.vocab_size - 1)  # of a prompt
         ):
             raise TrainingFailed(
-                f"{path} is damaged; remove its folder, and run the same command again"
+                f"{self.path} is damaged; remove its folder, and run the same command again"
             )
         return values
 

@@ -6,7 +6,6 @@ import io
 import json
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import tiktoken
@@ -17,7 +16,7 @@ from hypothesis import strategies as st
 from data.config import DataConfig, TokenizerConfig
 from data.prepare import PreparedData, prepare
 from data.readers import Piece, iter_documents
-from data.sources import resolve_sources
+from data.sources import resolve_source
 from data.tokenizer import build_tokenizer, end_of_text
 
 UNUSUAL_TEXTS = [
@@ -41,10 +40,6 @@ any_text = st.one_of(
 )
 
 
-def mix(**sources: DataConfig) -> DataConfig:
-    return DataConfig(name="mix", source="mix", mix=sources)
-
-
 def prepare_data(
     config: DataConfig, tokenizer: TokenizerConfig = BYTE, block_size: int = 16
 ) -> PreparedData:
@@ -58,7 +53,7 @@ def join_pieces(pieces: list[Piece], is_prompt: bool) -> str:
 def read_documents(config: DataConfig) -> list[tuple[str, str]]:
     """Prompt and text of all documents."""
     documents = []
-    for document in iter_documents(resolve_sources(config)):
+    for document in iter_documents(resolve_source(config)):
         pieces = list(document)
         documents.append((join_pieces(pieces, True), join_pieces(pieces, False)))
     return documents
@@ -73,8 +68,8 @@ def build(documents: list[str], config: TokenizerConfig) -> tiktoken.Encoding:
 
 
 def read_ids(prepared: PreparedData, split: str) -> list[int]:
-    parts = prepared.train if split == "train" else [prepared.val]
-    return np.concatenate([tokens[:] for tokens in parts]).tolist()
+    """The token ids of a split."""
+    return getattr(prepared, split)[:].tolist()
 
 
 def decode_split(prepared: PreparedData, split: str) -> str:

@@ -36,13 +36,11 @@ def make_checkpoint_header(config: RunConfig, meta: dict) -> dict[str, Any]:
     The identity has the settings that a resumed run must share: with others, its weights do not
     fit, or its batches are different ones.
     """
-    weights = {f"data.mix.{name}.weight": part.weight for name, part in config.data.mix.items()}
     identity = {
         **_model_identity(config.model),
         "data.name": meta["name"],
         "data": meta["fingerprint"],  # hash of the text, and of the settings that read it
         "data.document_mask": config.data.document_mask,
-        **weights,
         "tokenizer.name": config.tokenizer.name,
         "vocabulary": meta["vocab_size"],
         "seed": config.seed,
@@ -104,9 +102,8 @@ def _model_identity(config: GPTConfig) -> dict[str, Any]:
 
 
 def _data_settings(config: dict) -> dict:
-    """The settings of data and tokenizer: {"data.path": value}. data.mix is a list of names."""
-    sections = flatten_dict({"data": config["data"], "tokenizer": config["tokenizer"]})
-    return sections | {"data.mix": list(config["data"]["mix"])}
+    """The settings of data and tokenizer: {"data.path": value}."""
+    return flatten_dict({"data": config["data"], "tokenizer": config["tokenizer"]})
 
 
 def remove_later_steps(run: RunFolder, state: TrainState) -> None:

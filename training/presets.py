@@ -22,7 +22,7 @@ import numpy as np
 from common.errors import UserError
 from common.run_paths import RUNS, SWEEPS
 from common.settings import check, flatten_dict, format_value, nest_dict, set_values
-from data.sources import resolve_sources
+from data.sources import resolve_source
 from training.config import MuonConfig, RunConfig
 from training.run_folder import read_config, read_trained_config
 
@@ -140,8 +140,7 @@ def find_preset(config: RunConfig) -> str:
     the nearest size on a logarithmic scale. A text that is not on this machine counts as long,
     unless data.text_bytes is set.
     """
-    sources = resolve_sources(config.data)
-    text_bytes = max(1, sum(source.text_bytes or TEXT_BYTES[-1] for source in sources))
+    text_bytes = max(1, resolve_source(config.data).text_bytes or TEXT_BYTES[-1])
     recorded = find_recorded_preset(config, text_bytes)
     if recorded is not None:
         return recorded

@@ -12,10 +12,7 @@ from configs.compose import CONFIGS, compose_config, list_choices, list_groups, 
 from data import DataConfig
 
 CHOICES = [
-    (group, choice)
-    for group in list_groups("train")
-    for choice in list_choices(group, [CONFIGS])
-    if choice != "mix"  # it needs sources
+    (group, choice) for group in list_groups("train") for choice in list_choices(group, [CONFIGS])
 ]
 DEFAULT = DataConfig(name="python_stdlib", source="python_stdlib")
 TEXT = DataConfig(name="text", source="text", path="text.txt")
@@ -40,12 +37,6 @@ def test_data_path_replaces_the_default_data(script):
 def test_data_path_reads_a_local_copy_of_a_data_set():
     data = parse("train", "data=openwebtext", "data.path=text.txt", key="data")
     assert (data.name, data.source) == ("openwebtext", "hub")
-
-
-def test_path_replaces_the_default_data_in_a_mix(workdir):
-    write_file("own/data/mine.yaml", "defaults: [mix, python_stdlib@mix.a, python_stdlib@mix.b]")
-    words = ["--config-dir", "own", "data=mine", "data.mix.a.path=text.txt"]
-    assert parse("train", *words, key="data.mix") == {"a": TEXT, "b": DEFAULT}
 
 
 def test_config_knows_which_keys_are_set(workdir):
@@ -74,11 +65,6 @@ def test_prompt_is_used_as_typed(text):
 @pytest.mark.parametrize("key", ["data.separator", "wandb.project"])
 def test_text_of_a_key_is_used_as_typed(key, text):
     assert parse("train", "data.path=a", f"{key}={text}", key=key) == text
-
-
-def test_text_of_a_mix_is_used_as_typed():
-    words = ["data=mix", "data.mix.a.source=hub", "data.mix.a.repo=1e3"]
-    assert parse("train", *words, key="data.mix") == {"a": DataConfig(source="hub", repo="1e3")}
 
 
 @pytest.mark.parametrize("path", ["[2024]", "a, (b)=1e5.txt", "a.txt,b.txt", "$HOME/*.txt", "2024"])
@@ -148,7 +134,6 @@ def test_values_of_a_yaml_file_have_the_types_of_their_keys(content, key, expect
         ("train", ["optimizer.betas=0.9"], ("optimizer.betas=0.9", "list[float]")),
         ("bench", ["block_sizes=[64,a]"], ("block_sizes=[64,a]", "list[int]")),
         ("train", ["train=5"], ("train=5", "set its keys, such as train.steps")),
-        ("train", ["data.mix=[a]"], ("data.mix=[a]", "dict")),
         ("train", ["train.steps=1,000"], ("train.steps=1,000", "several values need -m")),
         ("train", ["attention=naive,flash"], ("attention=naive,flash", "several values need -m")),
         ("bench", ["backends=naive,flash"], ("backends=naive,flash", "[a,b]")),

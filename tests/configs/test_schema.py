@@ -45,7 +45,6 @@ NUMBERS = [
         ("train", ["model.n_layer=0"], ("model.n_layer=0", "at least 1 and at most 10,000")),
         ("train", ["train.steps=null"], ("train.steps=null", "needs train.epochs")),
         ("train", ["data=text"], ("data.path=null", "set data.path")),
-        ("train", ["data=mix"], ("data.mix={}", "list them in a YAML file")),
         ("train", ["data.repo=a/b", "data.stream=true"], ("data.repo=a/b", "data=hub")),
         ("train", ["data.val_fraction=1"], ("data.val_fraction=1.0", "above 0 and below 1")),
         (

@@ -1,4 +1,4 @@
-"""Batches: each token once per epoch, the same for each sequence number, mixes, and prompts."""
+"""Batches: each token once per epoch, the same for each sequence number, and prompts."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from data_helpers import mix, prepare_data, write_table
+from data_helpers import prepare_data, write_table
 from helpers import TEXT_SOURCE
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -27,29 +27,24 @@ PAIRS = DataConfig(path="rows.jsonl", prompt_column="question", text_column="ans
 class Positions(Tokens):
     """Tokens in memory. Each token is its position, so that a batch shows where it was read."""
 
-    def __init__(self, start: int, stop: int):
-        self.ids = np.arange(start, stop, dtype=np.uint32)
-        self.starts = [0, stop - start]
+    def __init__(self, count: int):
+        self.ids = np.arange(count, dtype=np.uint32)
+        self.count = count
         self.dtype = self.ids.dtype
 
     def __getitem__(self, index):
         return self.ids[index]
 
 
-def make_loader(train: list[int], val: int, T: int, seed: int, weights=(1.0,)) -> Loader:
-    """A loader of sources with these numbers of tokens, which are numbered across the sources."""
-    data = SimpleNamespace(
-        train=[Positions(*ends) for ends in pairwise(np.cumsum([0, *train]).tolist())],
-        val=Positions(0, val),
-        weights=weights,
-        tokenizer=None,
-    )
+def make_loader(train: int, val: int, T: int, seed: int) -> Loader:
+    """A loader of splits with these numbers of tokens."""
+    data = SimpleNamespace(train=Positions(train), val=Positions(val), tokenizer=None)
     return Loader(data, T, seed)
 
 
 def read_epoch(n: int, T: int, seed: int, epoch: int):
-    loader = make_loader([n], 9, T, seed)
-    (windows,) = loader.windows
+    loader = make_loader(n, 9, T, seed)
+    windows = loader.windows_per_epoch
     return loader.batch("train", epoch * windows, windows)
 
 
@@ -73,15 +68,13 @@ def test_windows_of_all_epochs_have_the_same_order_and_differ_by_the_phase_only(
 
 def test_order_is_the_permutation_of_the_random_generator():
     """So that runs of earlier versions resume with the same batches."""
-    loader = make_loader([3000], 9, 10, seed=7)
+    loader = make_loader(3000, 9, 10, seed=7)
     rng = np.random.default_rng((7, 0))
     phase = rng.integers(10)
     order = rng.permutation(300)
     x, _, _ = loader.batch("train", 0, 300)
     assert x[:, 0].tolist() == ((order * 10 + phase) % 3000).tolist()
-    assert loader.orders[0].itemsize == 2
-    first, second = make_loader([3000, 3000], 9, 10, 7, (1.0, 1.0)).orders
-    assert first.tolist() == order.tolist() != second.tolist()
+    assert loader.order.itemsize == 2
     phases = [int(loader.batch("train", 300 * epoch, 1)[0][0, 0]) % 10 for epoch in range(40)]
     assert len(set(phases)) > 7
 
@@ -93,7 +86,7 @@ def test_order_is_the_permutation_of_the_random_generator():
     seed=seeds,
 )
 def test_batches_do_not_depend_on_batch_size(first, counts, seed):
-    loader, other = (make_loader([30, 20], 9, 4, seed, (1.0, 2.0)) for _ in range(2))
+    loader, other = (make_loader(50, 9, 4, seed) for _ in range(2))
     starts = np.cumsum([first, *counts]).tolist()
     parts = [loader.batch("train", start, end - start)[0] for start, end in pairwise(starts)]
     assert torch.equal(torch.cat(parts), other.batch("train", first, sum(counts))[0])
@@ -102,7 +95,7 @@ def test_batches_do_not_depend_on_batch_size(first, counts, seed):
 @SOME
 @given(n=st.integers(2, 120), T=st.integers(1, 16), size=st.integers(1, 5))
 def test_validation_counts_every_target_exactly_once(n, T, size):
-    loader = make_loader([20], n, T, seed=0)
+    loader = make_loader(20, n, T, seed=0)
     counted = []
     for first in range(0, loader.val_windows, size):
         x, y, _ = loader.batch("val", first, size)
@@ -114,36 +107,12 @@ def test_validation_counts_every_target_exactly_once(n, T, size):
 @SOME
 @given(windows=st.integers(1, 40), data=st.data())
 def test_some_validation_windows_are_spread_over_the_complete_text(windows, data):
-    loader = make_loader([20], 1 + 8 * windows, 8, seed=0)
+    loader = make_loader(20, 1 + 8 * windows, 8, seed=0)
     count = data.draw(st.integers(1, windows))
     stride = loader.val_windows / count
     starts = [int(loader.batch("val", i, 1, stride)[0][0, 0]) // 8 for i in range(count)]
     assert len(set(starts)) == count
     assert np.diff([*starts, windows]).max() <= stride + 1
-
-
-@SOME
-@given(
-    parts=st.lists(st.tuples(st.integers(2, 40), st.floats(0.1, 10)), min_size=2, max_size=4),
-    T=st.integers(1, 8),
-)
-def test_sources_of_a_mix_take_turns_by_weight_each_with_its_own_epochs(parts, T):
-    """parts: tokens and weight of each source."""
-    sizes, weights = zip(*parts, strict=True)
-    x, y, _ = make_loader(list(sizes), 9, T, 1, weights).batch("train", 0, 300)
-    source = np.searchsorted(np.cumsum(sizes), x.numpy(), side="right")
-    assert (source == source[:, :1]).all()  # no window spans two sources
-    first = 0
-    for index, (size, weight) in enumerate(parts):
-        counts = np.cumsum(source[:, 0] == index)  # in each prefix
-        difference = counts - np.arange(1, 301) * weight / sum(weights)
-        assert np.abs(difference).max() < len(parts) - 1 + 1e-9
-        targets = y[source[:, 0] == index]
-        epoch = -(-size // T)
-        for start in range(0, len(targets) - epoch + 1, epoch):
-            tokens = set(targets[start : start + epoch].flatten().tolist())
-            assert tokens == set(range(first, first + size))
-        first += size
 
 
 # Prompts and documents
@@ -187,25 +156,23 @@ def test_validation_targets_are_the_tokens_of_completions(workdir, monkeypatch, 
 
 
 @pytest.fixture
-def configs(workdir) -> dict[str, DataConfig]:
+def pairs(workdir) -> DataConfig:
     """Prompts and completions use different characters, so that a target shows where it is from."""
     write_rows("rows.jsonl", [("abcdef" * (n % 5), "xyz" * (n % 3)) for n in range(40)])
-    return {"pairs": PAIRS, "mix": mix(pairs=PAIRS, plain=TEXT_SOURCE)}
+    return PAIRS
 
 
-@pytest.mark.parametrize("name", ["pairs", "mix"])
 @SOME
 @given(T=st.integers(2, 40), first=st.integers(0, 200), count=st.integers(1, 9))
-def test_training_targets_are_the_next_tokens_except_prompts(configs, name, T, first, count):
-    loader = Loader(prepare_data(configs[name]), T, seed=0, document_mask=True)
+def test_training_targets_are_the_next_tokens_except_prompts(pairs, T, first, count):
+    loader = Loader(prepare_data(pairs), T, seed=0, document_mask=True)
     x, y, doc_ids = loader.batch("train", first, count)
     is_target = y[:, :-1] != IGNORE_INDEX
     assert torch.equal(y[:, :-1][is_target], x[:, 1:][is_target])
     assert torch.equal(doc_ids, (x == END).cumsum(1))
     assert loader.count_targets(first, count) == max(1, int((y != IGNORE_INDEX).sum()))
-    if name == "pairs":
-        is_prompt = torch.isin(x[:, 1:], torch.tensor(list(b"abcdef")))
-        assert torch.equal(~is_target, is_prompt)
+    is_prompt = torch.isin(x[:, 1:], torch.tensor(list(b"abcdef")))
+    assert torch.equal(~is_target, is_prompt)
 
 
 def test_document_mask_without_an_end_of_text_token_is_refused(workdir):

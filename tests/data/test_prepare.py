@@ -17,7 +17,6 @@ from data_helpers import (
     UNUSUAL_TEXTS,
     any_text,
     decode_split,
-    mix,
     prepare_data,
     prepared_folders,
     read_ids,
@@ -33,7 +32,7 @@ from common.errors import TrainingFailed, UserError
 from common.process import cpu_count
 from data import DataConfig, encode, python_stdlib, readers
 from data.prepare import PreparedData, prepare
-from data.sources import resolve_sources
+from data.sources import resolve_source
 from data.tokenizer import end_of_text
 
 # The tokens of both splits
@@ -161,31 +160,7 @@ def test_tokens_have_32_bits_if_the_vocabulary_is_large(workdir):
     assert decode_split(prepared, "train") + decode_split(prepared, "val") == text
 
 
-# Mixes and the default data
-
-
-@pytest.fixture
-def rows(workdir) -> DataConfig:
-    """A table of 30 documents, of which the first two are held out."""
-    texts = [f"train {number} " for number in range(30)]
-    return DataConfig(path=write_table("a.csv", text=texts), val_documents=2)
-
-
-def test_sources_of_a_mix_are_separate_and_validated_together(rows):
-    prepared = prepare_data(mix(one=TEXT_SOURCE, two=rows), CHAR)
-    one, two = (prepared.tokenizer.decode(tokens[:].tolist()) for tokens in prepared.train)
-    text = Path("text.txt").read_text(encoding="utf-8")
-    assert 0.8 * len(text) < len(one) and text.startswith(one)
-    assert two.split("<|endoftext|>")[:-1] == [f"train {number} " for number in range(2, 30)]
-    end_of_both = "no more; après tout, it's a line.\ntrain 0 train 1 "
-    assert decode_split(prepared, "val").endswith(end_of_both)
-
-
-def test_weights_of_a_mix_do_not_change_the_prepared_folder(rows):
-    first = prepare_data(mix(one=TEXT_SOURCE, two=rows))
-    second = prepare_data(mix(one=replace(TEXT_SOURCE, weight=3.0), two=rows))
-    assert first.folder == second.folder
-    assert (first.weights, second.weights) == ((1.0, 1.0), (3.0, 1.0))
+# The default data
 
 
 def test_another_tokenizer_has_another_folder(workdir):
@@ -194,7 +169,7 @@ def test_another_tokenizer_has_another_folder(workdir):
 
 
 def test_standard_library_is_a_fair_sample_of_complete_files(workdir):
-    (source,) = resolve_sources(python_stdlib())
+    source = resolve_source(python_stdlib())
     assert len(source.files) > 200
     assert not [name for name in source.files if "/test/" in name or "site-packages" in name]
     assert source.files != sorted(source.files)  # the last ones are held out
@@ -305,12 +280,6 @@ def test_one_token_fewer_is_refused(workdir, fraction):
         prepare_data(config, block_size=16)
 
 
-def test_source_of_a_mix_without_training_documents_is_refused(rows):
-    write_table("two.csv", text=["a document"] * 2)
-    with pytest.raises(UserError, match="two has too few documents"):
-        prepare_data(mix(one=rows, two=replace(rows, path="two.csv")))
-
-
 # Kills and changes
 
 # Prepares a text, and dies in the second chunk.
@@ -377,6 +346,6 @@ def test_token_outside_of_the_vocabulary_is_noticed_when_it_is_read(workdir):
     content = np.fromfile(prepared.folder / "text.bin", np.uint16)
     content[20] = prepared.meta["vocab_size"]
     content.tofile(prepared.folder / "text.bin")
-    assert len(prepared.train[0][:20]) == 20
+    assert len(prepared.train[:20]) == 20
     with pytest.raises(TrainingFailed, match=r"text.bin is damaged; remove its folder"):
-        prepared.train[0][10:30]
+        prepared.train[10:30]

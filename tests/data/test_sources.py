@@ -5,18 +5,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from data_helpers import load_documents, mix, prepare_data, write_file, write_table
+from data_helpers import load_documents, prepare_data, write_file, write_table
 from helpers import BPE, BYTE, TEXT_SOURCE
 
 from common.errors import UserError
 from common.settings import check
 from data import DataConfig
-from data.sources import find_files, hash_sources, resolve_sources
+from data.sources import find_files, hash_source, resolve_source
 
 # Rules
-
-
-ONE = mix(one=TEXT_SOURCE)
 
 
 @pytest.mark.parametrize(
@@ -33,15 +30,6 @@ ONE = mix(one=TEXT_SOURCE)
         (replace(TEXT_SOURCE, separator=""), r"data.separator= .*null"),
         (replace(TEXT_SOURCE, val_fraction=1.0), r"data.val_fraction"),
         (replace(TEXT_SOURCE, name="../a"), r"data.name"),
-        (DataConfig(source="mix"), r"data.mix.*docs/data.md"),
-        (mix(one=TEXT_SOURCE, two=DataConfig()), r"data.mix.two.path.* set data.mix.two.path"),
-        (mix(**{"../a": TEXT_SOURCE}), r"data.mix='../a'"),
-        (replace(ONE, max_documents=3), r"max_documents=3 .* set data.mix.NAME.max_documents"),
-        (replace(ONE, text_column="a"), r"text_column=a .* set data.mix.NAME.text_column"),
-        (
-            mix(one=replace(TEXT_SOURCE, document_mask=True)),
-            r"data.mix.one.document_mask=true .* set data.document_mask",
-        ),
     ],
 )
 def test_settings_that_do_not_fit_together_are_rejected(config, message):
@@ -80,7 +68,7 @@ def test_invalid_tokenizer_settings_are_rejected(config, message):
 def test_settings_that_do_not_fit_the_files_are_refused(workdir, keys, message):
     write_table("a.csv", q=["Q: "], text=["a#b"])
     with pytest.raises(UserError, match=message):
-        resolve_sources(DataConfig(**keys))
+        resolve_source(DataConfig(**keys))
 
 
 def test_unknown_tokenizer_is_refused(workdir):
@@ -174,7 +162,7 @@ def test_path_that_exists_is_not_a_pattern(workdir, name):
 def test_source_that_can_have_several_documents(workdir, path, keys, expected):
     write_table("rows.csv", text=["a", "b"])
     write_file("other.txt", "a")
-    (source,) = resolve_sources(DataConfig(path=path, **keys))
+    source = resolve_source(DataConfig(path=path, **keys))
     assert source.has_several_documents == expected
 
 
@@ -193,25 +181,19 @@ def three_files(workdir) -> None:
 
 
 FOLDER = DataConfig(path="folder")
-FILE = DataConfig(path="link/1.txt")  # also in the folder
-SEPARATE = replace(FILE, val_path="folder/0.txt")
 
 
 @pytest.mark.parametrize(
     "config",
     [
         replace(FOLDER, val_path="link/1.txt"),
-        mix(one=FOLDER, two=FILE),
-        mix(one=FILE, two=FILE),
-        mix(one=FOLDER, two=SEPARATE),
         hub("test", "test"),
         hub("a[:9]+b", "b[9:]"),
-        mix(a=hub("a"), b=hub("a")),
     ],
 )
 def test_file_cannot_be_trained_on_and_held_out(three_files, config):
     with pytest.raises(UserError, match="used for both training and validation; remove it"):
-        resolve_sources(config)
+        resolve_source(config)
 
 
 # The hash
@@ -227,7 +209,7 @@ def table(workdir) -> DataConfig:
 
 
 def hash_config(config: DataConfig) -> str:
-    return hash_sources(resolve_sources(config))
+    return hash_source(resolve_source(config))
 
 
 @pytest.mark.parametrize(
@@ -247,9 +229,7 @@ def test_hash_covers_what_decides_the_documents(table, key, value):
     assert hash_config(replace(table, **{key: value})) != hash_config(table)
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), [("path", "same.csv"), ("document_mask", True), ("weight", 3.0)]
-)
+@pytest.mark.parametrize(("key", "value"), [("path", "same.csv"), ("document_mask", True)])
 def test_hash_covers_nothing_else(table, key, value):
     assert hash_config(replace(table, **{key: value})) == hash_config(table)
 

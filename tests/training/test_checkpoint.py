@@ -124,9 +124,7 @@ def test_repeated_save_of_a_step_keeps_the_step_before_it(state, checkpoints):
 
 META = {"name": "novel", "fingerprint": "f1", "vocab_size": 20, "tokenizer": {}}
 OTHER_DATA = META | {"fingerprint": "f2"}
-MIX = {"one": DataConfig(path="1.txt"), "two": DataConfig(path="2.txt")}
 CONFIG = RunConfig(data=DataConfig(path="text.txt"))
-CONFIG_OF_MIX = RunConfig(data=DataConfig(mix=MIX))
 
 
 def change(key: str, value, config: RunConfig = CONFIG) -> RunConfig:
@@ -135,7 +133,7 @@ def change(key: str, value, config: RunConfig = CONFIG) -> RunConfig:
     *sections, name = key.split(".")
     section = config
     for part in sections:
-        section = section[part] if isinstance(section, dict) else getattr(section, part)
+        section = getattr(section, part)
     setattr(section, name, value)
     return config
 
@@ -185,17 +183,6 @@ def test_all_differences_are_listed():
     config = change("seed", 2, change("model.n_layer", 9))
     with pytest.raises(UserError, match=r"model.n_layer=2 \(now 9\), seed=1337 \(now 2\);"):
         check_change(config)
-
-
-def test_changed_weight_in_a_mix_is_refused():
-    with pytest.raises(UserError, match=r"data.mix.one.weight=1.0 \(now 2.0\);"):
-        check_change(change("data.mix.one.weight", 2.0, CONFIG_OF_MIX), old=CONFIG_OF_MIX)
-
-
-def test_source_that_was_removed_from_a_mix_is_named():
-    new = change("data.mix", {"one": MIX["one"]}, CONFIG_OF_MIX)
-    with pytest.raises(UserError, match=r"with data.mix=\[one,two\] \(now \[one\]\);"):
-        check_change(new, OTHER_DATA, old=CONFIG_OF_MIX)
 
 
 def test_run_from_before_a_key_existed_has_its_old_value():
