@@ -30,13 +30,12 @@ def load_checkpoint(path: Path) -> dict:
     Raises UserError if the file is damaged, or of another format.
     """
     modified = path.stat().st_mtime_ns
-    content = found = None
+    content = {}
     try:
         with zipfile.ZipFile(path) as archive:
             damage = archive.testzip()  # torch.load does not detect a flipped bit
         if damage is None:
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            found = content.get("format")
+            content |= torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # a damaged file can raise anything in zipfile and torch
         damage = type(error).__name__
     if path.stat().st_mtime_ns != modified:
@@ -44,9 +43,9 @@ def load_checkpoint(path: Path) -> dict:
         return load_checkpoint(path)
     if damage is not None:
         raise UserError(f"{path} is damaged ({damage}); restore it, or set another name")
-    if found != FORMAT:
+    if content.get("format") != FORMAT:
         raise UserError(
-            f"{path} has checkpoint format {found}, but this version reads {FORMAT}; "
-            "set another run"
+            f"{path} has checkpoint format {content.get('format')}, but this version reads "
+            f"{FORMAT}; set another run"
         )
     return content

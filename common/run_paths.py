@@ -73,6 +73,8 @@ def find_checkpoint(run: str, checkpoint: str) -> Path:
         checkpoint = Path(run).stem
     paths = {path.stem: path for path in sorted((folder / "checkpoints").glob("*.pt"))}
     if checkpoint not in paths:
-        advice = f"set run={folder} checkpoint={' or '.join(paths)}"
-        raise UserError(f"{folder} has no checkpoint {checkpoint}.pt; {advice}")
+        raise UserError(
+            f"{folder} has no checkpoint {checkpoint}.pt; "
+            f"set run={folder} checkpoint={' or '.join(paths)}"
+        )
     return paths[checkpoint]

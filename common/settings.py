@@ -7,7 +7,8 @@ import difflib
 import json
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import field, fields, is_dataclass, replace
+from copy import copy
+from dataclasses import field, fields, is_dataclass
 from math import inf
 from typing import Any
 
@@ -158,17 +159,17 @@ def list_keys(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def set_values(config: Any, values: dict[str, Any]) -> Any:
-    """A copy of a config dataclass with other values.
+    """A copy of a config dataclass with other values. The new values are not checked.
 
-    values: nested, as in {"model": {"n_layer": 2}}.
+    values: by key, as in {"model.n_layer": 2}.
     """
-    changes = {}
+    config = copy(config)
     for key, value in values.items():
-        current = getattr(config, key)
-        if is_dataclass(current):
-            value = set_values(current, value)
-        changes[key] = value
-    return replace(config, **changes)
+        name, _, rest = key.partition(".")
+        if rest:
+            value = set_values(getattr(config, name), {rest: value})
+        setattr(config, name, value)
+    return config
 
 
 def flatten_dict(config: dict, prefix: str = "") -> dict:
@@ -182,21 +183,10 @@ def flatten_dict(config: dict, prefix: str = "") -> dict:
     return flat
 
 
-def nest_dict(flat: dict) -> dict:
-    """The inverse of flatten_dict: {"model.n_layer": 2} -> {"model": {"n_layer": 2}}."""
-    nested: dict = {}
-    for key, value in flat.items():
-        *sections, name = key.split(".")
-        section = nested
-        for part in sections:
-            section = section.setdefault(part, {})
-        section[name] = value
-    return nested
-
-
 def check_path_component(key: str, word: str) -> None:
     """Raise UserError for a word that cannot be part of a folder name."""
     has_valid_characters = re.fullmatch(r"[A-Za-z0-9._-]{1,100}", word)
     if not has_valid_characters or ".." in word or word.startswith((".", "-")):
-        advice = "use up to 100 letters, digits, '.', '_' and '-'"
-        raise UserError(f"{key}={word!r} is not a folder name; {advice}")
+        raise UserError(
+            f"{key}={word!r} is not a folder name; use up to 100 letters, digits, '.', '_' and '-'"
+        )

@@ -27,7 +27,6 @@ from common.settings import (
     flatten_dict,
     format_value,
     list_keys,
-    nest_dict,
     set_values,
 )
 from configs.schema import SCRIPTS, SYNONYMS
@@ -54,7 +53,7 @@ def compose_config(script: str, words: list[str], config_dir: str | None = None)
         config = replace(config, optimizer=optimizer_type())
     kinds = dict(list_keys(config))
     values = {key: parse_text(script, key, text, kinds) for key, text in texts.items()}
-    config = set_values(config, nest_dict(values))
+    config = set_values(config, values)
     if "data" in kinds:
         config = replace(config, data=replace_default_data(config.data))
     check(config)

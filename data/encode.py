@@ -155,7 +155,10 @@ class TokenFile:
         elif config.val_documents is not None:
             val = range(min(config.val_documents, len(self)))
         elif len(self) == 1 and config.prompt_column is None:
-            self._cut_document()
+            # divide the only document into two
+            share = 1 - config.val_fraction
+            self.token_starts.insert(1, int(self.token_starts[1] * share))
+            self.byte_starts.insert(1, int(self.byte_starts[1] * share))
             val = range(1, 2)
         else:
             val = range(self._find_held_out(), len(self))
@@ -167,12 +170,6 @@ class TokenFile:
             )
         return {"train": train, "val": val}
 
-    def _cut_document(self) -> None:
-        """Divide the only document into two, at data.val_fraction of its tokens."""
-        share = 1 - self.source.config.val_fraction
-        self.token_starts.insert(1, int(self.token_starts[1] * share))
-        self.byte_starts.insert(1, int(self.byte_starts[1] * share))
-
     def _find_held_out(self) -> int:
         """The first of the documents to hold out: the last data.val_fraction of the text, or more.
 
@@ -181,25 +178,16 @@ class TokenFile:
         fraction = self.source.config.val_fraction
         size = self.byte_starts[-1]
         held_out_size = max(1, size * fraction)
-        first = max(1, bisect_right(self.byte_starts, size - held_out_size) - 1)
-        share = 1 - self.byte_starts[first] / size
-        if not fraction / 2 <= share <= 2 * fraction:
-            print_text(
-                f"{share:.1%} of {self.source.config.name} is held out instead of "
-                f"data.val_fraction={fraction:g}, because documents are not divided; "
-                "set data.val_path"
-            )
-        return first
+        return max(1, bisect_right(self.byte_starts, size - held_out_size) - 1)
 
     def describe(self, documents: range) -> dict:
         """The part of the file with these documents, as in meta.json."""
         start = self.token_starts[documents.start]
-        size = self.byte_starts[documents.stop] - self.byte_starts[documents.start]
         return {
             "file": self.name,
             "start": start,
             "tokens": self.token_starts[documents.stop] - start,
-            "bytes": size,
+            "bytes": self.byte_starts[documents.stop] - self.byte_starts[documents.start],
             "documents": len(documents),
         }
 

@@ -52,7 +52,11 @@ class Loader:
         self.train = data.train
         self.windows_per_epoch = math.ceil(len(self.train) / block_size)
         self.phases: dict[int, int] = {}  # by epoch
-        self.order = _shuffle(self.windows_per_epoch, self._draw_phase(0))
+        # of the windows, in the smallest dtype that has their numbers
+        self.order = np.arange(
+            self.windows_per_epoch, dtype=np.min_scalar_type(self.windows_per_epoch)
+        )
+        self._draw_phase(0).shuffle(self.order)
         self.val = data.val
         self.val_T = min(block_size, len(self.val) - 1)
         self.val_windows = math.ceil((len(self.val) - 1) / self.val_T)
@@ -131,10 +135,3 @@ class Loader:
         y = torch.from_numpy(values[:, 1:].astype(np.int64))
         # the tokens of prompts, which are negative, are inputs, but no targets
         return x, y.masked_fill(y < 0, IGNORE_INDEX)
-
-
-def _shuffle(count: int, rng: np.random.Generator) -> np.ndarray:
-    """The numbers below `count` in random order, in the smallest dtype that has them."""
-    order = np.arange(count, dtype=np.min_scalar_type(count))
-    rng.shuffle(order)
-    return order

@@ -19,7 +19,7 @@ from common.errors import UserError
 from common.files import new_folder, read_file, write_json
 from data.config import DataConfig, TokenizerConfig
 from data.encode import encode_source
-from data.sources import Source, hash_source, is_remote, resolve_source
+from data.sources import hash_source, is_remote, resolve_source
 from data.token_files import Tokens, to_token_ids
 from data.tokenizer import END_OF_TEXT, OPENAI_SIZES, Tokenizer, find_start_token, from_spec
 
@@ -65,8 +65,11 @@ def prepare(
     source = resolve_source(config)
     if spec is not None:
         # the start token of the other run was chosen for its own text
-        spec = {key: value for key, value in spec.items() if key != "start"}
-    fingerprint = compute_fingerprint(source, tokenizer, spec)
+        spec = spec.copy()
+        spec.pop("start", None)
+    fingerprint = hash_json(
+        [FORMAT, tokenizer.name, tokenizer.vocab_size, spec, hash_source(source)]
+    )
     folder = PREPARED / f"{config.name}-{fingerprint}"
     if not folder.exists():
         files = source.files + source.val_files
@@ -80,13 +83,11 @@ def prepare(
             write_json(unfinished / "meta.json", meta | {"checksum": hash_json(meta)})
     prepared = PreparedData(folder, read_meta(folder))
     _check_lengths(prepared, block_size)
-    _choose_start_token(prepared)
+    saved_spec = prepared.meta["tokenizer"]
+    if END_OF_TEXT not in saved_spec["special"]:
+        ids = to_token_ids(prepared.train[:START_TOKENS])
+        saved_spec["start"] = find_start_token(saved_spec, ids)
     return prepared
-
-
-def compute_fingerprint(source: Source, tokenizer: TokenizerConfig, spec: dict | None) -> str:
-    """Hash of everything that determines the tokens."""
-    return hash_json([FORMAT, tokenizer.name, tokenizer.vocab_size, spec, hash_source(source)])
 
 
 def hash_json(content: list | dict) -> str:
@@ -124,10 +125,3 @@ def _check_lengths(prepared: PreparedData, block_size: int) -> None:
             f"model.block_size + 1 = {block_size + 1} and 2 are needed; use a longer text, or set "
             "a smaller model.block_size or tokenizer.vocab_size"
         )
-
-
-def _choose_start_token(prepared: PreparedData) -> None:
-    """Add the token before a document to a tokenizer without an end-of-text token."""
-    spec = prepared.meta["tokenizer"]
-    if END_OF_TEXT not in spec["special"]:
-        spec["start"] = find_start_token(spec, to_token_ids(prepared.train[:START_TOKENS]))

@@ -17,16 +17,18 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any, NamedTuple
 
 from common.errors import UserError
 from common.settings import unescape
 from data.config import DataConfig
-from data.sources import CSV_DELIMITERS, Source, compression, is_remote, is_table, suffix
+from data.sources import COMPRESSED, CSV_DELIMITERS, Source, is_remote, is_table, suffix
 
 MAX_PIECE_CHARS = 2**20
 WORD_END_CHARS = 1000  # a piece ends after the last word in its last 1,000 characters
 BATCH_ROWS = 200  # of a .parquet file or a hub data set, read at a time
+ADVICE = "set another data.path, data.text_column or data.prompt_column"
 
 # For the whole process. This is the largest limit on Windows; the default is 131,072.
 csv.field_size_limit(2**31 - 1)
@@ -64,31 +66,16 @@ def iter_pieces(source: Source, is_validation: bool = False) -> Iterator[Piece]:
     files = source.val_files if is_validation else source.files
     max_documents = None if is_validation else config.max_documents
     missing = {"text"} if config.prompt_column is None else {"text", "prompt"}
-    for piece in _iter_files(files, config, max_documents):
+    num_documents = 0
+    for piece in chain.from_iterable(_iter_file(file, config) for file in files):
         if piece.text != "":
             missing.discard("prompt" if piece.is_prompt else "text")
         yield piece
+        num_documents += piece.ends_document
+        if num_documents == max_documents:
+            break
     if files and missing:
-        raise UserError(
-            f"there is no {max(missing)} in {', '.join(files[:3])}; "
-            "set another data.path, data.text_column or data.prompt_column"
-        )
-
-
-def _iter_files(files: list[str], config: DataConfig, max_documents: int | None) -> Iterator[Piece]:
-    """Yield the pieces of the first `max_documents` documents, or of all. Opens no further file."""
-    num_documents = 0
-    for file in files:
-        for piece in _iter_file(file, config):
-            if "\0" in piece.text:
-                raise UserError(
-                    f"{file} has NUL bytes, as UTF-16, UTF-32 and binary files have; convert it to "
-                    "UTF-8, for example with iconv -f UTF-16LE -t UTF-8"
-                )
-            yield piece
-            num_documents += piece.ends_document
-            if num_documents == max_documents:
-                return
+        raise UserError(f"there is no {max(missing)} in {', '.join(files[:3])}; {ADVICE}")
 
 
 def _iter_file(file: str, config: DataConfig) -> Iterator[Piece]:
@@ -104,20 +91,22 @@ def _iter_file(file: str, config: DataConfig) -> Iterator[Piece]:
                 yield from cut_into_pieces([text])
         else:  # one document of all rows, with nothing between them
             yield from cut_into_pieces(text for text, _ in _iter_rows(file, config))
-    except UserError:
-        raise
     except Exception as error:  # pyarrow, datasets and the network have exceptions of many types
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-        advice = "correct the file; text must be UTF-8"
-        if is_remote(file):
-            advice = "check the network and data.text_column, or set data.path to a local copy"
-        raise UserError(f"{file} cannot be read ({reason}); {advice}") from error
+        raise UserError(
+            f"{file} cannot be read ({reason}); correct the file (text must be UTF-8), or {ADVICE}"
+        ) from error
 
 
 def cut_into_pieces(parts: Iterable[str], is_prompt: bool = False) -> Iterator[Piece]:
-    """Join the parts of one document, or of its prompt, and cut it into pieces, between words."""
+    """Join the parts of one document, or of its prompt, and cut it into pieces, between words.
+
+    Raises ValueError for NUL bytes, and for half a surrogate pair, which JSON can contain.
+    """
     pending = ""  # the text that is not in a piece yet
     for part in parts:
+        if b"\0" in part.encode():
+            raise ValueError("it has NUL bytes, as archives, UTF-16 and binary files have")
         pending += part
         start = 0
         while len(pending) - start > MAX_PIECE_CHARS:
@@ -156,9 +145,8 @@ def _iter_text_file(file: str, separator: str | None) -> Iterator[Iterable[str]]
         if separator is None:
             yield parts
         else:
-            for document in _split_documents(parts, unescape(separator)):
-                if document:
-                    yield [document]
+            for document in filter(None, _split_documents(parts, unescape(separator))):
+                yield [document]
 
 
 def _split_documents(parts: Iterable[str], separator: str) -> Iterator[str]:
@@ -180,105 +168,77 @@ def _iter_rows(file: str, config: DataConfig) -> Iterator[tuple[str, str]]:
 
     Skips rows whose text is null. Raises ValueError if another value is neither text nor null.
     """
-    columns = [config.text_column]
-    if config.prompt_column is not None:
-        columns.append(config.prompt_column)
-    for number, row in enumerate(_iter_columns(file, columns, config), start=1):
-        for column, value in zip(columns, row, strict=True):
-            if not isinstance(value, str | None):
-                kind = type(value).__name__
+    columns = list(filter(None, [config.text_column, config.prompt_column]))
+    for number, row in enumerate(_iter_table(file, columns, config), start=1):
+        for column in columns:
+            if not isinstance(row.get(column), str | None):
+                kind = type(row[column]).__name__
                 raise ValueError(f"the column {column} contains {kind}, not text, in row {number}")
-        text, *prompt = row
+        text = row.get(config.text_column)
         if text is not None:
-            yield text, "".join(filter(None, prompt))
+            yield text, row.get(config.prompt_column) or ""
 
 
-def _iter_columns(file: str, columns: list[str], config: DataConfig) -> Iterator[tuple[Any, ...]]:
-    """Yield the values of some columns of each row. None is null."""
-    file_format = suffix(file)
+def _iter_table(file: str, columns: list[str], config: DataConfig) -> Iterator[dict]:
+    """Yield the rows of a table: {column: value}. None is null."""
     if file.startswith("hub:"):
         return _iter_hub(file, columns, config)
-    if file_format in CSV_DELIMITERS:
-        return _iter_csv(file, columns, CSV_DELIMITERS[file_format])
-    if file_format == ".parquet":
-        return _iter_parquet(file, columns)
-    return _iter_jsonl(file, columns)
+    readers = {".csv": _iter_csv, ".tsv": _iter_csv, ".parquet": _iter_parquet}
+    return readers.get(suffix(file), _iter_jsonl)(file, columns)
 
 
-def _iter_csv(file: str, columns: list[str], delimiter: str) -> Iterator[tuple[str, ...]]:
-    """Read a .csv or .tsv file.
-
-    Raises UserError for its header, and ValueError with the line for a row.
-    """
+def _iter_csv(file: str, columns: list[str]) -> Iterator[dict]:
+    """Read a .csv or .tsv file. Raises ValueError with the line."""
     with _open_text(file) as stream:
-        reader = csv.DictReader(stream, delimiter=delimiter, strict=True)
+        reader = csv.DictReader(stream, delimiter=CSV_DELIMITERS[suffix(file)], strict=True)
         try:
-            _check_columns(file, list(reader.fieldnames or []), columns)
+            names = reader.fieldnames or []
+            if any(names.count(column) != 1 for column in columns):
+                raise csv.Error(f"the first row needs the names {columns} once, and has {names}")
             for row in reader:
                 # DictReader's mark of missing values is None, which is also the key of further ones
                 if None in row or None in row.values():
-                    raise ValueError(
-                        f"the row that ends in line {reader.line_num} does not have "
-                        f"{len(reader.fieldnames)} values"
-                    )
-                yield tuple(row[column] for column in columns)
+                    raise csv.Error(f"the row does not have {len(names)} values")
+                yield row
         except csv.Error as error:
-            raise ValueError(
-                f"the row after line {reader.line_num} has wrong quotes: {error}"
-            ) from None
+            raise ValueError(f"near line {reader.line_num}: {error}") from None
 
 
-def _check_columns(file: str, names: list[str], columns: list[str]) -> None:
-    """Raise UserError unless each column is once in the header of a table. names: the header."""
-    for column in columns:
-        if names.count(column) != 1:
-            listed = ", ".join(map(repr, names))[:200]
-            raise UserError(
-                f"{file} needs one column {column!r}, and the columns are {listed or 'missing'}; "
-                "set data.text_column or data.prompt_column, or write names in the first line"
-            )
+def _iter_jsonl(file: str, columns: list[str]) -> Iterator[dict]:
+    """Read a file with one JSON object per line. Raises ValueError with the line.
 
-
-def _iter_jsonl(file: str, columns: list[str]) -> Iterator[tuple[Any, ...]]:
-    """Read a file with one JSON object per line. Raises ValueError with the line."""
+    columns: not used, because a row is read with all of its values.
+    """
     with _open_text(file) as stream:
         for number, line in enumerate(stream, start=1):
             if line.isspace():
                 continue
             try:
-                row = json.loads(line)
-                values = tuple(row.get(column) for column in columns)
-                if r"\ud" in line.lower():
-                    json.dumps(row, ensure_ascii=False).encode()  # fails for half a surrogate pair
-            except (ValueError, AttributeError) as error:
+                row = {**json.loads(line)}
+            except (ValueError, TypeError) as error:
                 raise ValueError(
                     f"line {number} is no JSON object: {error}; convert an array with jq -c '.[]'"
                 ) from None
-            yield values
+            yield row
 
 
-def _iter_parquet(file: str, columns: list[str]) -> Iterator[tuple[Any, ...]]:
+def _iter_parquet(file: str, columns: list[str]) -> Iterator[dict]:
     """Read a .parquet file."""
     from pyarrow import parquet
 
     table = parquet.ParquetFile(_download(file))
-    _check_columns(file, table.schema_arrow.names, columns)
-    return _iter_batches(table.iter_batches(BATCH_ROWS, columns=columns), columns)
+    for batch in table.iter_batches(BATCH_ROWS, columns=columns):
+        yield from batch.select(columns).to_pylist()  # fails for a column that does not exist
 
 
-def _iter_hub(file: str, columns: list[str], config: DataConfig) -> Iterator[tuple[Any, ...]]:
+def _iter_hub(file: str, columns: list[str], config: DataConfig) -> Iterator[dict]:
     """Read a split of a hub data set."""
     _, repo, split = file.split(":", 2)
     options = {"revision": config.revision, "streaming": config.stream}
     rows = _import_datasets().load_dataset(repo, config.config, split=split, **options)
-    batches = rows.select_columns(columns).with_format("arrow").iter(batch_size=BATCH_ROWS)
-    return _iter_batches(batches, columns)
-
-
-def _iter_batches(batches: Iterable[Any], columns: list[str]) -> Iterator[tuple[Any, ...]]:
-    """Yield the rows of Arrow tables."""
-    for batch in batches:
-        yield from zip(*(batch.column(column).to_pylist() for column in columns), strict=True)
+    rows = rows.select_columns(columns).with_format("arrow")
+    for batch in rows.iter(batch_size=BATCH_ROWS):
+        yield from batch.select(columns).to_pylist()
 
 
 # Opening and downloading
@@ -312,13 +272,10 @@ def _download(file: str) -> str:
 def _open_text(file: str) -> io.TextIOWrapper:
     """A text stream without the byte order mark, whose line ends are unchanged.
 
-    It is decompressed while it is read. A truncated file is an error. Raises UserError for tar
-    files.
+    It is decompressed while it is read. A truncated file is an error.
     """
     import pyarrow
 
-    raw = pyarrow.input_stream(_download(file), compression=compression(file))
-    stream = io.BufferedReader(raw, 2**16)
-    if stream.peek(2**16)[257:262] == b"ustar":  # the mark of a tar file
-        raise UserError(f"{file} is an archive; unpack it, and set data.path to its folder")
-    return io.TextIOWrapper(stream, "utf-8-sig", newline="")
+    _, last_suffix = os.path.splitext(file.lower().partition("?")[0])  # without a URL's query
+    raw = pyarrow.input_stream(_download(file), compression=COMPRESSED.get(last_suffix))
+    return io.TextIOWrapper(io.BufferedReader(raw, 2**16), "utf-8-sig", newline="")

@@ -28,7 +28,7 @@ FOLDER_TABLES = (".parquet", ".jsonl", ".ndjson", ".jsonlines", *CSV_DELIMITERS)
 TABLES = (*FOLDER_TABLES, ".json")
 # Read from a folder. A file that data.path names may have any suffix.
 FOLDER_SUFFIXES = (".txt", ".md", *FOLDER_TABLES)
-COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
+COMPRESSED = {".gz": "gzip", ".zst": "zstd"}  # Arrow's names by the last suffix
 OUTPUT_FOLDERS = ("runs", "data/prepared")  # below the current folder; never read as input
 MAX_HASHED_BYTES = 2**26  # larger files: only one megabyte at the start, middle and end is hashed
 # Keys that determine which documents are read from the files, and which are held out. In the order
@@ -68,11 +68,6 @@ def suffix(file: str) -> str:
     return Path(re.sub(r"(\.gz|\.zst)?(\?.*)?$", "", file.lower())).suffix
 
 
-def compression(file: str) -> str | None:
-    """Arrow's name of the compression that the last suffix of a path or URL stands for, if any."""
-    return COMPRESSED.get(Path(file.lower().partition("?")[0]).suffix)
-
-
 def is_table(file: str) -> bool:
     """Whether a file has rows and columns. Other files are text."""
     return file.startswith("hub:") or suffix(file) in TABLES
@@ -110,12 +105,12 @@ def python_stdlib(config: DataConfig) -> list[str]:
     sample.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
-    names = []
+    paths = []
     for parent, folders, files in os.walk(root):
         folders[:] = set(folders) - STDLIB_EXCLUDED
-        names += [Path(parent, file).relative_to(root) for file in files if file.endswith(".py")]
-    names.sort(key=lambda name: hashlib.sha256(str(name).encode()).digest())
-    return [str(root / name) for name in names]
+        paths += [Path(parent, file) for file in files if file.endswith(".py")]
+    paths.sort(key=lambda path: hashlib.sha256(str(path.relative_to(root)).encode()).digest())
+    return list(map(str, paths))
 
 
 def text(config: DataConfig) -> list[str]:
@@ -151,7 +146,8 @@ def resolve_source(config: DataConfig) -> Source:
         val_files = find_files(config.val_path, "data.val_path")
     elif config.val_split and config.path is None:
         val_files = hub(replace(config, split=config.val_split))
-    _check_keys(config, files + val_files)
+    if config.separator is not None and all(map(is_table, files + val_files)):
+        raise UserError("data.separator is for text files, not for tables; set null")
     shared = set(map(_identify, files)) & set(map(_identify, val_files))
     if shared:
         raise UserError(
@@ -159,20 +155,6 @@ def resolve_source(config: DataConfig) -> Source:
             "them, or hold out a part of it with data.val_fraction or data.val_documents"
         )
     return Source(config, files, val_files)
-
-
-def _check_keys(config: DataConfig, files: list[str]) -> None:
-    """Raise UserError for a prompt column without a table, or a separator without a text file."""
-    text_files = [file for file in files if not is_table(file)]
-    if config.prompt_column is not None and text_files:
-        raise UserError(
-            f"data.prompt_column={config.prompt_column} is for tables, and {text_files[0]} has no "
-            "columns; set data.prompt_column=null"
-        )
-    if config.separator is not None and not text_files:
-        raise UserError(
-            f"data.separator is for text files, and {files[0]} is a table; set data.separator=null"
-        )
 
 
 def _identify(file: str) -> str:
@@ -188,12 +170,16 @@ def find_files(paths: str | list[str], key: str) -> list[str]:
     if not isinstance(paths, list) or not paths:  # an empty list finds no file
         paths = [paths]
     unique: dict[str, str] = {}  # by real path
-    for path in map(str, paths):
-        found = _list_files(os.path.expanduser(path))
+    for path in paths:
+        path = os.path.expanduser(str(path))
+        found = _list_files(path)
         if not found:
-            suggestion = _suggest_file(path)
+            folder, name = os.path.split(path)
+            others = set(glob.glob("*", root_dir=folder)) - {name}
+            similar = difflib.get_close_matches(name, others, n=1)
+            hint = f" (did you mean {os.path.join(folder, similar[0])}?)" if similar else ""
             raise UserError(
-                f"{key}={path} has no file to read in {Path.cwd()}{suggestion}; set a file, a "
+                f"{key}={path} has no file to read in {Path.cwd()}{hint}; set a file, a "
                 f"folder with {', '.join(FOLDER_SUFFIXES)} files, or a pattern such as texts/*.py"
             )
         for file in found:
@@ -201,37 +187,21 @@ def find_files(paths: str | list[str], key: str) -> list[str]:
     return list(unique.values())
 
 
-def _suggest_file(path: str) -> str:
-    """Suggest a file with a similar name in the same folder. Empty if there is none."""
-    folder, name = os.path.split(os.path.expanduser(path))
-    names = glob.glob("*", root_dir=folder)  # empty for a folder that cannot be read
-    for similar in difflib.get_close_matches(name, names):
-        found = os.path.join(folder, similar)
-        if _list_files(found):
-            return f" (did you mean {found}?)"
-    return ""
-
-
 def _list_files(path: str) -> list[str]:
     """List the files of a path, folder, pattern or URL. Empty if there are none."""
     if is_remote(path) or os.path.isfile(path):
         return [path]
     if os.path.isdir(path):
-        found = _list_folder(Path(path))
+        found = [
+            str(file)
+            for file in Path(path).rglob("*")  # does not follow linked folders
+            if suffix(file.name) in FOLDER_SUFFIXES and "/." not in f"/{file.relative_to(path)}"
+        ]
     else:
         found = glob.glob(path, recursive=True)
     outputs = tuple(f"{os.path.realpath(folder)}/" for folder in OUTPUT_FOLDERS)
     found = [file for file in found if not os.path.realpath(file).startswith(outputs)]
     return sorted(filter(os.path.isfile, found), key=_split_numbers)
-
-
-def _list_folder(folder: Path) -> list[str]:
-    """List the text files and tables below a folder, except for hidden files and linked folders."""
-    return [
-        str(path)
-        for path in folder.rglob("*")
-        if suffix(path.name) in FOLDER_SUFFIXES and "/." not in f"/{path.relative_to(folder)}"
-    ]
 
 
 def _split_numbers(file: str) -> list[str | int]:

@@ -14,7 +14,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import tiktoken
@@ -44,39 +43,25 @@ OPENAI_SIZES = {"gpt2": 50_257, "cl100k_base": 100_277, "o200k_base": 200_019}
 class Tokenizer(tiktoken.Encoding):
     """A tiktoken.Encoding with start_token, the token before a document, from which samples start.
 
-    start_token=None stands for the end-of-text token, or for a newline if there is none.
-    """
-
-    def __init__(self, name: str, *, start_token: int | None = None, **arguments: Any):
-        super().__init__(name, **arguments)
-        if start_token is None:
-            start_token = end_of_text(self)
-        if start_token is None:
-            start_token = self._mergeable_ranks.get(b"\n", 0)
-        self.start_token = start_token
-
-
-def _make_tokenizer(
-    name: str,
-    pattern: str,
-    tokens: Sequence[bytes],
-    special: dict[str, int],
-    start_token: int | None = None,
-) -> Tokenizer:
-    """Build a tokenizer.
-
     pattern: regular expression that splits text into pieces, which tokens never cross.
     tokens: in the order of their ids.
     special: ids of special tokens, above the ids of `tokens`.
+    start_token: None stands for the end-of-text token, or for a newline if there is none.
     """
-    ranks = {token: rank for rank, token in enumerate(tokens)}
-    return Tokenizer(
-        name,
-        pat_str=pattern,
-        mergeable_ranks=ranks,
-        special_tokens=special,
-        start_token=start_token,
-    )
+
+    def __init__(
+        self,
+        name: str,
+        pattern: str,
+        tokens: Sequence[bytes],
+        special: dict[str, int],
+        start_token: int | None = None,
+    ):
+        ranks = {token: rank for rank, token in enumerate(tokens)}
+        super().__init__(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+        if start_token is None:
+            start_token = special.get(END_OF_TEXT, ranks.get(b"\n", 0))
+        self.start_token = start_token
 
 
 def char(texts: Iterable[str], vocab_size: int | None) -> tuple[str, list[bytes]]:
@@ -126,7 +111,9 @@ def sample_texts(texts: Iterable[str]) -> list[str]:
 
 
 TOKENIZERS: dict[str, Callable[[Iterable[str], int | None], tuple[str, list[bytes]]]] = {
-    f.__name__: f for f in (char, byte, bpe)
+    "char": char,
+    "byte": byte,
+    "bpe": bpe,
 }
 
 
@@ -150,7 +137,7 @@ def build_tokenizer(
             vocab_size -= 1  # for the end-of-text token
         pattern, tokens = TOKENIZERS[config.name](texts, vocab_size)
         special = {END_OF_TEXT: len(tokens)} if has_several_documents else {}
-        return _make_tokenizer(config.name, pattern, tokens, special)
+        return Tokenizer(config.name, pattern, tokens, special)
     if config.name not in OPENAI_SIZES:
         raise unknown_value("tokenizer.name", config.name, [*TOKENIZERS, *OPENAI_SIZES])
     try:
@@ -184,9 +171,7 @@ def to_spec(tokenizer: tiktoken.Encoding) -> dict:
 def from_spec(spec: dict) -> Tokenizer:
     """Build the tokenizer that to_spec converted."""
     tokens = [base64.b64decode(token) for token in spec["tokens"]]
-    return _make_tokenizer(
-        spec["name"], spec["pattern"], tokens, spec["special"], spec.get("start")
-    )
+    return Tokenizer(spec["name"], spec["pattern"], tokens, spec["special"], spec.get("start"))
 
 
 def end_of_text(tokenizer: tiktoken.Encoding) -> int | None:
@@ -217,27 +202,22 @@ def encode(tokenizer: tiktoken.Encoding, text: str, where: str = "the text") -> 
 
     where: name of the text, for UserErrors about characters without a token.
     """
-    if tokenizer.name == "char":
-        _check_characters(tokenizer, text, where)
+    if tokenizer.name == "char":  # tiktoken panics if a character has no token
+        ranks = tokenizer._mergeable_ranks
+        unknown = [c for c in sorted(set(text)) if c.encode(errors="surrogatepass") not in ranks]
+        if unknown:
+            raise UserError(
+                f"{where} has characters that are not in the vocabulary: "
+                f"{', '.join(map(repr, unknown[:MAX_LISTED_CHARACTERS]))}; remove them, or train a "
+                "new model with tokenizer=byte or bpe"
+            )
     try:
-        if tokenizer.name == "byte":
+        if tokenizer.name == "byte":  # 100 times as fast
             return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint32)
         return tokenizer.encode_to_numpy(text, disallowed_special=())
     # half a character from a terminal with another encoding; a million spaces
     except ValueError as error:
         raise UserError(f"{where} cannot be encoded ({error}); correct the text") from None
-
-
-def _check_characters(tokenizer: tiktoken.Encoding, text: str, where: str) -> None:
-    """Raise UserError if a character of the text has no token."""
-    ranks = tokenizer._mergeable_ranks
-    unknown = [c for c in sorted(set(text)) if c.encode(errors="surrogatepass") not in ranks]
-    if unknown:
-        raise UserError(
-            f"{where} has characters that are not in the vocabulary: "
-            f"{', '.join(map(repr, unknown[:MAX_LISTED_CHARACTERS]))}; remove them, or train a new "
-            "model with tokenizer=byte or bpe"
-        )
 
 
 def token_strings(tokenizer: tiktoken.Encoding, ids: Sequence[int]) -> list[str]:

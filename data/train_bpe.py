@@ -17,7 +17,7 @@ def main() -> None:
     trainer = rustbpe.Tokenizer()  # ty: ignore[missing-attribute] (compiled, without type stubs)
     texts = iter(request["texts"])
     trainer.train_from_iterator(texts, request["vocab_size"], pattern=request["pattern"])
-    ranks = sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1])
+    ranks = trainer.get_mergeable_ranks()  # in the order of their ids
     print(json.dumps([base64.b64encode(bytes(token)).decode() for token, _ in ranks]))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from common.errors import UserError
 from common.files import read_json
-from common.settings import format_value
+from common.settings import flatten_dict, format_value
 from training.config import WARMUP_STEPS
 from training.run_folder import read_config, read_rows, summary_key
 
@@ -157,7 +157,7 @@ def _list_swept(job: str) -> str:
 
 def _read_run(folder: Path, swept: str | None = None) -> Run:
     summary = read_json(folder / "summary.json")
-    config = read_config(folder)
+    config = flatten_dict(read_config(folder))
     seed = config["seed"]
     for key in list(config):
         if key.split(".")[0] in IGNORED_SECTIONS:

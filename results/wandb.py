@@ -25,7 +25,6 @@ from typing import Any
 from common.errors import EXIT_CODES
 from common.files import read_json
 from common.process import run_main
-from common.settings import nest_dict
 from results.metrics import DISTINCT, METRICS
 from results.read import read_curves
 from training.run_folder import read_config, summary_key
@@ -135,7 +134,7 @@ def read_run(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     jobs = read_json(folder / "sweep.json").get("jobs", ["."])
     for run in [folder / job for job in jobs]:
         if (run / "config.yaml").exists():
-            return nest_dict(read_config(run)), read_json(run / "summary.json")
+            return read_config(run), read_json(run / "summary.json")
     return {}, {}
 
 

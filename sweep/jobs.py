@@ -62,7 +62,7 @@ def read_started_jobs(sweep: Path) -> dict[str, str]:
     this name.
     """
     return {
-        identify_config(read_config(path.parent)): path.parent.name
+        identify_config(flatten_dict(read_config(path.parent))): path.parent.name
         for path in sorted(sweep.glob("*/config.yaml"))
     }
 

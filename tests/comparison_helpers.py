@@ -4,9 +4,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-import yaml
+from omegaconf import OmegaConf
 
-from common.settings import nest_dict
 from results.compare import Row, compare_variants
 from results.read import read_variants
 
@@ -58,8 +57,10 @@ def write_run(
     """
     folder.mkdir(parents=True)
     config = CONFIG | (changes or {}) | {"seed": seed, "name": folder.name}
-    text = yaml.safe_dump(nest_dict(config), sort_keys=False)
-    (folder / "config.yaml").write_text(text, encoding="utf-8")
+    nested = OmegaConf.create()
+    for key, value in config.items():
+        OmegaConf.update(nested, key, value)
+    OmegaConf.save(nested, folder / "config.yaml")
     summary = {"name": folder.name, "status": status, "error": error}
     if status != "refused":
         lines = [json.dumps(row) + "\n" for row in make_metrics(losses, val)]

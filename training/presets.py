@@ -21,7 +21,7 @@ import numpy as np
 
 from common.errors import UserError
 from common.run_paths import RUNS, SWEEPS
-from common.settings import check, flatten_dict, format_value, nest_dict, set_values
+from common.settings import check, flatten_dict, format_value, set_values
 from data.sources import resolve_source
 from training.config import MuonConfig, RunConfig
 from training.run_folder import read_config, read_trained_config
@@ -128,7 +128,7 @@ def choose_preset(config: RunConfig) -> RunConfig:
     preset = find_preset(config) if config.preset == "auto" else config.preset
     values = select_values(config, preset)
     values["preset"] = preset if values else None
-    config = set_values(config, nest_dict(values))
+    config = set_values(config, values)
     check(config)
     return config
 
@@ -164,7 +164,7 @@ def find_recorded_preset(config: RunConfig, text_bytes: int) -> str | None:
         return preset
     settings = flatten_dict(asdict(config))
     for file in sorted((SWEEPS / config.name).glob("*/config.yaml")):
-        job = read_config(file.parent)
+        job = flatten_dict(read_config(file.parent))
         numbers = parse_preset(job.get("preset"))
         is_same = all(job.get(key) == settings[key] for key in SPEED_KEYS)
         if numbers is not None and is_same and numbers[0] == two_digits(text_bytes):

@@ -37,8 +37,8 @@ def summary_key(name: str) -> str:
 
 
 def read_config(folder: Path) -> dict:
-    """Read config.yaml as a flat dict. Raises UserError if it is damaged."""
-    return read_file(folder / "config.yaml", lambda text: flatten_dict(yaml.safe_load(text)))
+    """Read config.yaml. Raises UserError if it is damaged."""
+    return read_file(folder / "config.yaml", yaml.safe_load)
 
 
 def read_rows(folder: Path) -> list[dict]:
@@ -52,7 +52,7 @@ def read_rows(folder: Path) -> list[dict]:
 def read_trained_config(folder: Path) -> dict:
     """Read the flat config of a run; {} if it has no checkpoint."""
     has_checkpoint = any(folder.glob("checkpoints/*.pt"))
-    return read_config(folder) if has_checkpoint else {}
+    return flatten_dict(read_config(folder)) if has_checkpoint else {}
 
 
 class RunFolder(AbstractContextManager):

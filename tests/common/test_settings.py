@@ -26,7 +26,6 @@ class Section:
 @dataclass
 class Complete:
     part: Section = field(default_factory=Section)
-    parts: dict[str, Section] = field(default_factory=dict)
 
 
 @pytest.mark.parametrize(
@@ -51,11 +50,6 @@ def test_invalid_value_is_refused_with_its_key(values, message):
     with pytest.raises(UserError) as error:
         check(Complete(part=Section(**values)))
     assert str(error.value).startswith(message)
-
-
-def test_sections_of_a_dict_are_checked():
-    with pytest.raises(UserError, match=r"parts\.a\.count=0 must be"):
-        check(Complete(parts={"a": Section(count=0)}))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from config_helpers import name_case, refuse
 
 from common.errors import UserError
-from common.settings import check, list_keys, nest_dict, set_values
+from common.settings import check, list_keys, set_values
 from configs.schema import SCRIPTS, SYNONYMS
 from training.config import OPTIMIZER_CONFIGS, RunConfig
 
@@ -107,14 +107,14 @@ def test_value_outside_of_its_limits_is_refused(script, words, parts, workdir, c
 )
 def test_unknown_value_gets_a_suggestion(key, value, hint):
     with pytest.raises(UserError, match=rf"{key}={value} .*did you mean {hint}\?.* set one of"):
-        check(set_values(RunConfig(), nest_dict({key: value})))
+        check(set_values(RunConfig(), {key: value}))
 
 
 @pytest.mark.parametrize(("config", "key", "value"), NUMBERS, ids=lambda case: str(case)[:30])
 def test_every_number_has_limits(config, key, value):
     """Otherwise a huge value hangs, or fails with an error of PyTorch's C++ code."""
     with pytest.raises(UserError, match=f"{key.rpartition('.')[2]}={value}"):
-        check(set_values(config, nest_dict({key: value})))
+        check(set_values(config, {key: value}))
 
 
 def test_suggested_settings_exist():

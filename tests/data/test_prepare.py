@@ -232,23 +232,6 @@ def test_documents_that_get_no_end_of_text_token_are_reported(spec, capsys):
     assert "no <|endoftext|> token" in capsys.readouterr().out
 
 
-# Messages about the splits
-
-
-@pytest.mark.parametrize(
-    ("sizes", "share"),
-    [([90, 1], "1.1%"), ([1, 90], "98.9%"), ([75, 25], "25.0%"), ([9, 1], None), ([85, 15], None)],
-    ids=str,
-)
-def test_share_that_is_far_from_the_fraction_is_reported(workdir, capsys, sizes, share):
-    for number, size in enumerate(sizes):
-        write_file(f"folder/{number}.txt", f"{number}" * size * 100)
-    prepare_data(DataConfig(path="folder", val_fraction=0.1))
-    out = capsys.readouterr().out
-    assert ("is held out" in out) == (share is not None)
-    assert share is None or f"{share} of text is held out" in out
-
-
 # Text that is too short
 
 

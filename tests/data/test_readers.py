@@ -117,13 +117,15 @@ def test_prompts_that_are_numbers_are_refused(workdir):
 @pytest.mark.parametrize(
     ("path", "message"),
     [
+        ("text.txt", r"there is no prompt in text.txt; .*data.prompt_column"),
         ("rows.jsonl", r"there is no prompt in rows.jsonl; .*data.prompt_column"),
         ("rows.csv", r"rows.csv .*'q'.*data.prompt_column"),
-        ("rows.parquet", r"rows.parquet .*'q'.*data.prompt_column"),
+        ("rows.parquet", r'rows.parquet .*"q".*data.prompt_column'),
     ],
 )
 def test_prompt_column_that_does_not_exist_is_refused(workdir, path, message):
-    write_pairs(path, [("a" * 30, "b" * 30)] * 3)
+    if path != "text.txt":
+        write_pairs(path, [("a" * 30, "b" * 30)] * 3)
     with pytest.raises(UserError, match=message):
         read_documents(replace(PAIRS, path=path, prompt_column="q"))
 
@@ -212,27 +214,27 @@ COMPRESSED = [
     ("torn.txt.zst", zstandard.compress(b"text " * 1000)[:-1], "torn.txt.zst .*Truncated"),
     ("torn.jsonl.gz", gzip.compress(JSON_ROWS * 500, mtime=0)[:-4], "torn.jsonl.gz .*Truncated"),
     ("torn.csv.zst", zstandard.compress(b"text\n" + b"a\n" * 1000)[:-1], "torn.csv.zst .*Trunc"),
-    ("texts.tar", TAR, "texts.tar is an archive; unpack it"),
-    ("texts.tar.gz", gzip.compress(TAR, mtime=0), "texts.tar.gz is an archive; unpack it"),
+    ("texts.tar", TAR, "texts.tar .*NUL bytes, as archives"),
+    ("texts.tar.gz", gzip.compress(TAR, mtime=0), "texts.tar.gz .*NUL bytes, as archives"),
 ]
 MANY_ROWS = JSON_ROWS * 10_000
 TABLES = [
     ("broken.jsonl", MANY_ROWS + b'{"text": oops}\n', "broken.jsonl .*line 20001 "),
     ("numbers.jsonl", b'{"text": "a"}\n{"text": 1}\n', "numbers.jsonl .*int, not text, in row 2"),
-    ("half.jsonl", b'{"text": "\\ud83d"}\n', "half.jsonl .*line 1 "),
+    ("half.jsonl", b'{"text": "\\ud83d"}\n', "half.jsonl .*surrogates"),
     ("array.json", b'\n [{"text": "a"},\n {"text": "b"}]', "array.json .*line 2 .*jq"),
     ("array.jsonl", b'[{"text": "a"}]\n', "array.jsonl .*line 1 .*jq"),
-    ("long.csv", b"text,n\nhello, world,1\n", "long.csv .*line 2 does not have 2 values"),
-    ("short.csv", b'text,n\n"two\nlines",1\na\n', "short.csv .*line 4 does not have 2 values"),
+    ("long.csv", b"text,n\nhello, world,1\n", "long.csv .*line 2: .*not have 2 values"),
+    ("short.csv", b'text,n\n"two\nlines",1\na\n', "short.csv .*line 4: .*not have 2 values"),
     (
         "open.csv",
         b'text,n\na,1\n"b\n,2\n' + b"c,3\n" * 99,
-        "open.csv .*after line 2 has wrong",
+        "open.csv .*near line 2: ",
     ),
     ("BODY.CSV", b"body,id\na,1\nb,2\n", "BODY.CSV .*'text'.*'body', 'id'"),
     ("twice.csv", b"text,n,text\na,1,b\n", "twice.csv .*'text', 'n', 'text'"),
-    ("nameless.csv", b"A sentence.,1\nAnother one.,2\n", "'A sentence.', '1'.* names in the first"),
-    ("lines.csv", b'"The first\nline.",1\nB,2\n', "'The first.nline.', '1'.* names in the first"),
+    ("nameless.csv", b"A sentence.,1\nAnother one.,2\n", "first row .*'text'.*'A sentence.', '1'"),
+    ("lines.csv", b'"The first\nline.",1\nB,2\n', r"first row .*'text'.*'The first.nline.', '1'"),
     ("torn.parquet", b"PAR1 and nothing else", "torn.parquet .*Parquet"),
 ]
 UNREADABLE = [*PATHS, *WITHOUT_TEXT, *ENCODINGS, *COMPRESSED, *TABLES]
@@ -363,5 +365,5 @@ def test_wrong_key_of_a_hub_data_set_gives_one_sentence(prepare_preset, stream, 
 def test_text_in_another_encoding_without_a_mark_is_refused(tmp_path, encoding):
     path = tmp_path / "a.txt"
     path.write_bytes(("plain text " * 9).encode(encoding))
-    with pytest.raises(UserError, match=r"a.txt has NUL bytes, .*iconv"):
+    with pytest.raises(UserError, match=r"a.txt .*NUL bytes, .*UTF-16 .*UTF-8"):
         load_documents(path)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import UserError
-from common.settings import check, nest_dict, set_values
+from common.settings import check, set_values
 from configs.cli import parse_config
 from training.config import RunConfig
 from training.presets import (
@@ -47,7 +47,7 @@ def test_other_names_have_no_flops(preset):
 
 @given(TEXT_BYTES, FLOPS)
 def test_values_are_valid(text_bytes, flops):
-    check(set_values(RunConfig(), nest_dict(preset_values(name_preset(text_bytes, flops)))))
+    check(set_values(RunConfig(), preset_values(name_preset(text_bytes, flops))))
 
 
 @pytest.mark.parametrize(
