@@ -27,9 +27,8 @@ if __name__ == "__main__":  # before the slow imports below, so that a typo is r
 from dataclasses import asdict
 
 from attention_bench.config import BENCHES, BenchConfig
-from attention_bench.measure import list_cases
+from attention_bench.measure import kill_processes, list_cases, measure_group
 from attention_bench.results import describe_case, find_fastest, plot_results, print_results
-from attention_bench.rounds import kill_processes, measure_group
 from common.console import print_text
 from common.files import write_csv, write_json
 from common.machine import describe_environment, resolve_device
@@ -44,8 +43,7 @@ def main(config: BenchConfig) -> int:
     device = resolve_device(config.device)
     groups = list_cases(config, device)
     folder = BENCHES / (config.name or make_new_folder(BENCHES, device.type))
-    if config.name is not None:
-        folder.mkdir(parents=True)  # raises FileExistsError
+    folder.mkdir(parents=True, exist_ok=config.name is None)  # raises FileExistsError
     write_config(folder, asdict(config))
     environment = describe_environment(device)
 

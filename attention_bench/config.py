@@ -45,18 +45,18 @@ class BenchConfig:
     def rules(self, section: str) -> Iterator[Rule]:
         if self.name is not None:
             check_path_component("name", self.name)
-        is_divisor = self.n_head % (self.n_kv_head or self.n_head) == 0
-        yield "n_kv_head", is_divisor, f"does not divide the {self.n_head} heads; set a divisor"
-        has_keys = not {"window:0", "documents:0"} & set(self.masks)
-        yield "masks", has_keys, "has a mask of length 0; set 1 or more"
+        yield (
+            "n_kv_head",
+            self.n_head % (self.n_kv_head or self.n_head) == 0,
+            f"does not divide the {self.n_head} heads; set a divisor",
+        )
+        yield (
+            "masks",
+            not {"window:0", "documents:0"} & set(self.masks),
+            "has a mask of length 0; set 1 or more",
+        )
         for key, value in vars(self).items():
             yield key, value != [], "leaves nothing to measure; set one or more values"
-
-    def num_sequences(self, phase: str, T: int) -> int:
-        """Sequences of a call with T keys."""
-        if self.batch_size is not None:
-            return self.batch_size
-        return 1 if phase == "decode" else max(1, TOKENS_PER_CALL // T)
 
 
 def mask_length(mask: str, kind: str) -> int | None:

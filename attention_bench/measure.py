@@ -1,4 +1,7 @@
-"""Measures a case in the current process: its kernel, errors, memory and times.
+"""Measures groups of cases: each backend has a process, and the backends take turns in rounds.
+
+If the machine becomes slower or faster during the bench, all backends are therefore affected
+equally. A crash, a time limit or a lack of memory ends one row and not the bench.
 
 A case is a row of attention.csv before it is measured: a dict whose keys are COLUMNS.
 B batch, T keys, H query heads, G key/value heads, D head dimension of queries and keys, Dv of
@@ -6,9 +9,13 @@ values. There are T queries, except in phase decode, which has one query on a KV
 """
 
 import itertools
+import multiprocessing
+import signal
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from typing import Any
 
@@ -16,8 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention_bench.config import BenchConfig, mask_length
-from common.errors import UserError
+from attention_bench.config import TOKENS_PER_CALL, BenchConfig, mask_length
+from common.errors import UserError, is_out_of_memory
 from common.machine import (
     DTYPES,
     peak_memory_bytes,
@@ -26,6 +33,7 @@ from common.machine import (
     resolve_dtype,
 )
 from common.process import call_glibc, keep_freed_memory
+from common.settings import unknown_value
 from model.attention import (
     BACKENDS,
     NON_SOFTMAX,
@@ -57,7 +65,6 @@ COLUMNS = (
     "ms_median",  # milliseconds of a call, without compilation
     "ms_q1",
     "ms_q3",
-    "flops_per_second",
     "peak_memory_bytes",  # of a call, besides its inputs
     "error_y",  # largest absolute difference from naive in float64
     "error_gradients",  # the same, of dq, dk and dv
@@ -76,23 +83,22 @@ def list_cases(config: BenchConfig, device: torch.device) -> list[list[dict]]:
     backends = config.backends or [
         name
         for name, backend in BACKENDS.items()
-        if device.type in backend.on and "gradients" not in backend.on[device.type].lacks
+        if device.type in backend.on and "training" not in backend.on[device.type].lacks
     ]
-    unknown = set(backends) - all_variants().keys()
-    if unknown:
-        choices = ", ".join(all_variants())
-        raise UserError(f"backends: {', '.join(unknown)} is unknown; set one or more of {choices}")
+    for name in set(backends) - all_variants().keys():
+        raise unknown_value("backends", name, all_variants())
     auto = str(resolve_dtype("auto", device)).removeprefix("torch.")
     dtypes = dict.fromkeys(name.replace("auto", auto) for name in config.dtypes)  # each once
     contexts = sorted(config.block_sizes)
     groups = []
     for dtype, phase, mask, T in itertools.product(dtypes, config.phases, config.masks, contexts):
+        tokens = T if phase == "decode" else TOKENS_PER_CALL
         case = {
             "phase": phase,
             "mask": mask,
             "device": device.type,
             "dtype": dtype,
-            "B": config.num_sequences(phase, T),
+            "B": config.batch_size or max(1, tokens // T),
             "T": T,
             "H": config.n_head,
             "G": config.n_kv_head or config.n_head,
@@ -106,9 +112,13 @@ def list_cases(config: BenchConfig, device: torch.device) -> list[list[dict]]:
 def make_request(case: dict) -> AttentionRequest:
     """The shapes and options of a case's call."""
     return AttentionRequest(
-        **{size: case[size] for size in ("B", "H", "G", "D", "Dv")},
+        B=case["B"],
         Tq=1 if case["phase"] == "decode" else case["T"],
         Tk=case["T"],
+        H=case["H"],
+        G=case["G"],
+        D=case["D"],
+        Dv=case["Dv"],
         dtype=DTYPES[case["dtype"]],
         device=resolve_device(case["device"]),
         grad=case["phase"] == "forward+backward",
@@ -135,8 +145,8 @@ def make_inputs(case: dict, seed: int) -> tuple[list[Tensor], dict[str, Any]]:
         inputs = [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in inputs]
     doc_ids = None
     if r.document_mask:
-        ids = torch.arange(r.Tk, device=r.device) // mask_length(case["mask"], "documents")
-        doc_ids = ids.expand(r.B, -1).contiguous()
+        document_length = mask_length(case["mask"], "documents")
+        doc_ids = (torch.arange(r.Tk, device=r.device) // document_length).repeat(r.B, 1)
     return inputs, {"window": r.window, "doc_ids": doc_ids}
 
 
@@ -222,3 +232,95 @@ def measure(
 
     keep_freed_memory()  # as in train.py
     return row, time_calls(call, request.device, MIN_CALLS, config.seconds, MAX_CALLS)
+
+
+def measure_group(
+    group: list[dict], config: BenchConfig, pools: dict[str, ProcessPoolExecutor]
+) -> list[dict]:
+    """Measure the cases of one phase, mask, dtype and T. Returns a row per case.
+
+    pools: empty at first. Processes are started when they are needed.
+    """
+    status, reference = call_process(
+        pools, "reference", config.time_limit, compute_reference, group[0], config.seed
+    )
+    if status != "finished":
+        reference = None  # the errors stay unknown
+    rounds: dict[str, list] = {case["backend"]: [] for case in group}
+    failures = {}
+    for case in config.rounds * group:
+        name = case["backend"]
+        if name in failures:
+            continue
+        status, result = call_process(
+            pools, name, config.time_limit, measure, case, config, reference
+        )
+        if status == "finished":
+            rounds[name].append(result)
+        else:
+            failures[name] = case | {"status": status, "reason": result}
+    return [failures.get(name) or summarize(results) for name, results in rounds.items()]
+
+
+def summarize(rounds: list[tuple[dict, list[float]]]) -> dict:
+    """Make a row of the results of `measure`."""
+    row, _ = rounds[0]  # in later rounds, the first call does not compile
+    seconds = np.concatenate([times for _, times in rounds])
+    q1, median, q3 = (1000 * np.quantile(seconds, [0.25, 0.5, 0.75])).tolist()
+    return row | {"status": "finished", "ms_median": median, "ms_q1": q1, "ms_q3": q3}
+
+
+def call_process(
+    pools: dict[str, ProcessPoolExecutor],
+    name: str,
+    time_limit: float,
+    function: Callable,
+    *arguments: Any,
+) -> tuple[str, Any]:
+    """Call a function of a module in the process `name`.
+
+    time_limit: seconds, with the start of the process.
+    Returns ("finished", result), or another status and the reason.
+    """
+    if name not in pools:
+        pools[name] = ProcessPoolExecutor(
+            1,
+            multiprocessing.get_context("spawn"),
+            # PR_SET_PDEATHSIG: if this process is killed, the new one is, too
+            initializer=call_glibc,
+            initargs=("prctl", 1, signal.SIGKILL),
+        )
+    try:
+        # Ctrl-C reaches all processes of a terminal. A new process inherits that it is blocked.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        future = pools[name].submit(try_call, function, *arguments)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        answer = future.result(time_limit)
+    except TimeoutError:
+        answer = "time limit", f"took longer than {time_limit:g} s"
+    except BrokenProcessPool:
+        answer = "failed", "its process crashed, or Linux killed it for lack of memory"
+    if answer[0] in ("time limit", "failed"):
+        kill_processes(pools)  # one is busy or damaged, as it is after an error on a GPU
+    return answer
+
+
+def kill_processes(pools: dict[str, ProcessPoolExecutor]) -> None:
+    """Kill the processes of all pools, even during a call. The next call starts new ones."""
+    for process in multiprocessing.active_children():
+        process.kill()
+    pools.clear()
+
+
+def try_call(function: Callable, *arguments: Any) -> tuple[str, Any]:
+    """Call the function. Returns ("finished", result), or another status and the reason."""
+    try:
+        return "finished", function(*arguments)
+    except UserError as error:
+        return "refused", str(error).split("; set ")[0]  # the advice is for train.py
+    except Exception as error:
+        first_line = str(error).partition("\n")[0]
+        status = "out of memory" if is_out_of_memory(error) else "failed"
+        return status, f"{type(error).__name__}: {first_line}"
+    finally:
+        torch.cuda.empty_cache()  # the processes of other backends need the memory

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import numpy as np
+
 from common.console import PlainConsole, format_number, make_table
 from common.plots import (
     GREY,
@@ -13,8 +15,8 @@ from common.plots import (
 )
 from model.attention import NON_SOFTMAX
 
-MS_COLUMNS = ("ms_median", "ms_q1", "ms_q3")
-MIN_PLOTTED_BYTES = 2**16  # smaller values of Linux's counters are noise
+PLOTTED_COLUMNS = ("ms_median", "ms_q1", "ms_q3", "peak_memory_bytes")
+MIN_PLOTTED_BYTES = 2**16  # smaller values of Linux's counters are noise; drawn as this value
 LEGEND = (
     "kernel: the one that ran. ms: median time of a call (quartiles), without compilation.",
     "MiB: memory of a call, besides its inputs.",
@@ -42,8 +44,8 @@ def find_fastest(rows: list[dict]) -> list[dict]:
     Linear attention is left out, because it changes the results.
     """
     ranked = [row for row in rows if row["ms_median"] and row["backend"] not in NON_SOFTMAX]
-    cases = group_rows(ranked, "phase", "mask", "dtype", "T").values()
-    return [min(case, key=lambda row: row["ms_median"]) for case in cases]
+    cases = group_rows(ranked, "phase", "mask", "dtype", "T")
+    return [min(case, key=lambda row: row["ms_median"]) for case in cases.values()]
 
 
 def print_results(rows: list[dict]) -> None:
@@ -51,24 +53,25 @@ def print_results(rows: list[dict]) -> None:
     console = PlainConsole()
     fastest = find_fastest(rows)
     for titles, group in group_rows(rows, "phase", "mask", "dtype").items():
-        headers = ("T", "backend", "kernel", "", "ms (quartiles)", "MiB", "error", "of gradients")
-        table = make_table(*headers, left=4)
+        table = make_table(
+            "T", "backend", "kernel", "", "ms (quartiles)", "MiB", "error", "of gradients", left=4
+        )
         for row in group:
-            memory = row["peak_memory_bytes"]
             table.add_row(
                 f"{row['T']:,}",
                 row["backend"],
                 row["resolved"],
                 "fastest" if row in fastest else "",
                 format_ms(row),
-                format_optional(memory and memory / 2**20, ",.1f"),
+                format_optional(row["peak_memory_bytes"], ",.1f", unit=2**20),
                 format_optional(row["error_y"], ".1e"),
                 format_optional(row["error_gradients"], ".1e"),
             )
         console.print(", ".join(titles), style="bold")
         console.print(table)
-    failed = [row for row in rows if row["status"] != "finished"]
-    reasons = [f"{row['backend']}: {row['status']}: {row['reason']}" for row in failed]
+    reasons = [
+        f"{row['backend']}: {row['status']}: {row['reason']}" for row in rows if row["reason"]
+    ]
     for line in [*LEGEND, *dict.fromkeys(reasons)]:
         console.print_text(line)
 
@@ -81,8 +84,8 @@ def format_ms(row: dict) -> str:
     return f"{format_number(row['ms_median'])} ({q1}-{format_number(row['ms_q3'])})"
 
 
-def format_optional(value: float | None, spec: str) -> str:
-    return "" if value is None else f"{value:{spec}}"
+def format_optional(value: float | None, spec: str, unit: int = 1) -> str:
+    return "" if value is None else f"{value / unit:{spec}}"
 
 
 def plot_results(rows: list[dict], environment: dict, path: Path) -> None:
@@ -91,7 +94,7 @@ def plot_results(rows: list[dict], environment: dict, path: Path) -> None:
     The band is between the quartiles. environment: of describe_environment.
     """
     columns = group_rows(rows, "phase", "mask")
-    keys = list(group_rows(rows, "backend", "dtype"))
+    lines = list(group_rows(rows, "backend", "dtype"))
     figure = make_figure(max(5.0, 3.0 * len(columns)), 6.4)
     scales = {"xscale": "log", "yscale": "log"}
     panels = figure.subplots(2, len(columns), squeeze=False, sharex=True, subplot_kw=scales)
@@ -99,16 +102,18 @@ def plot_results(rows: list[dict], environment: dict, path: Path) -> None:
         style_axes(top, f"{phase}, {mask}")
         style_axes(bottom, "")
         bottom.set_xlabel("T, tokens")
-        for key, line in group_rows(panel_rows, "backend", "dtype").items():
-            style = line_style(keys.index(key), len(keys), max_width=2.6) | {"marker": "o"}
-            finished = [row for row in line if row["status"] == "finished"]
-            median, q1, q3 = ([row[column] for row in finished] for column in MS_COLUMNS)
-            T = [row["T"] for row in finished]
-            top.plot(T, median, label=make_label(line), **style)
+        for (backend, dtype), line in group_rows(panel_rows, "backend", "dtype").items():
+            style = line_style(lines.index((backend, dtype)), len(lines), max_width=2.6)
+            # the kernels that ran, or why there are none: "sdpa → flash, float32"
+            kernels = dict.fromkeys(row["resolved"] or row["status"] for row in line)
+            label = f"{backend} → {', '.join(kernels)}, {dtype}"
+            T = [row["T"] for row in line]
+            # a value that is None becomes nan, which is not drawn
+            values = np.array([[row[column] for column in PLOTTED_COLUMNS] for row in line], float)
+            median, q1, q3, memory = values.T
+            top.plot(T, median, marker="o", label=label, **style)
             top.fill_between(T, q1, q3, color=style["color"], alpha=0.15, linewidth=0)
-            measured = [row for row in line if (row["peak_memory_bytes"] or 0) >= MIN_PLOTTED_BYTES]
-            MiB = [row["peak_memory_bytes"] / 2**20 for row in measured]
-            bottom.plot([row["T"] for row in measured], MiB, **style)
+            bottom.plot(T, memory.clip(MIN_PLOTTED_BYTES) / 2**20, marker="o", **style)
     for axes in panels.flat:
         label_log_axis(axes.yaxis)
         axes.minorticks_off()
@@ -122,14 +127,10 @@ def plot_results(rows: list[dict], environment: dict, path: Path) -> None:
     save_figure(figure, path)
 
 
-def make_label(line: list[dict]) -> str:
-    """A backend, and the kernels that ran, or why there are none: "sdpa → flash, float32"."""
-    kernels = dict.fromkeys(row["resolved"] or row["status"] for row in line)
-    return f"{line[0]['backend']} → {', '.join(kernels)}, {line[0]['dtype']}"
-
-
 def make_title(row: dict, environment: dict) -> str:
     """The shapes of all rows, and the machine."""
-    shapes = f"H = {row['H']}, G = {row['G']}, D = {row['D']}, Dv = {row['Dv']}"
-    machine = f"{environment['device_name']}, torch {environment['versions']['torch']}"
-    return f"{shapes}\n{machine}, {environment['threads']} threads"
+    return (
+        f"H = {row['H']}, G = {row['G']}, D = {row['D']}, Dv = {row['Dv']}\n"
+        f"{environment['device_name']}, torch {environment['versions']['torch']}, "
+        f"{environment['threads']} threads"
+    )

@@ -2,8 +2,7 @@
 
 config.py      settings of the architecture, and which attention backend runs
 gpt.py         the network, its initialization, and a naive generate
-layers.py      linear layers, norms, rotary positions, softcap
-ngram.py       hashed n-gram embeddings
+layers.py      linear layers, hashed n-gram embeddings, norms, rotary positions, softcap
 loss.py        output head and cross entropy
 flops.py       parameters, FLOPs and size of the KV cache
 attention/     attention with interchangeable backends, and linear attention

@@ -179,7 +179,7 @@ def _as_list(value: Any) -> list:
 class AttentionConfig:
     """Implementation of attention. All implementations give the same results up to rounding."""
 
-    # function in model/attention/backends.py; auto: the fastest (choose_backend in resolve.py)
+    # function in model/attention/backends.py; auto: the fastest (choose_backend in support.py)
     backend: str = "auto"
     # PyTorch kernels that sdpa may use, in order of preference; None: all
     kernels: list[str] | None = None

@@ -8,7 +8,7 @@ O(T^2 C).
 
 import torch
 
-from model.attention import NON_SOFTMAX, AttentionRequest
+from model.attention import NON_SOFTMAX
 from model.config import GATED_MLPS, GPTConfig
 from model.gpt import GPT
 
@@ -73,32 +73,6 @@ def attention_flops_per_token(config: GPTConfig, T: int) -> int:
         else:
             keys += min(T, window or T)
     return 12 * config.n_head * config.head_dim * keys
-
-
-def visible_pairs(Tq: int, Tk: int, window: int | None, document_length: int | None = None) -> int:
-    """Number of unmasked query-key pairs of one sequence and head.
-
-    document_length: length of all documents; by default, the sequence is one document.
-    """
-    length = document_length or Tk
-    # a query sees the keys of its document up to its own position
-    return sum(min(position % length + 1, window or Tk) for position in range(Tk - Tq, Tk))
-
-
-def attention_flops(
-    request: AttentionRequest, attention_type: str = "softmax", document_length: int | None = None
-) -> int:
-    """FLOPs of a forward pass of one causal attention call.
-
-    These are 2 (D + Dv) per head and unmasked query-key pair. A backward pass takes twice as many:
-    the two products have four gradients (of Q, K, V and the weights), and each takes as many FLOPs
-    as its product.
-    """
-    if attention_type in NON_SOFTMAX:
-        pairs = request.Tq * NON_SOFTMAX[attention_type].count_keys(request.D, request.Tq)
-    else:
-        pairs = visible_pairs(request.Tq, request.Tk, request.window, document_length)
-    return 2 * request.B * request.H * pairs * (request.D + request.Dv)
 
 
 def kv_cache_bytes_per_token(config: GPTConfig, dtype: torch.dtype) -> float:

@@ -13,7 +13,7 @@ The options beyond GPT-2 (Radford et al., 2019):
 - a sliding window per layer (Longformer, Beltagy et al., arXiv:2004.05150), and a document mask
 - linear attention (Katharopoulos et al., arXiv:2006.16236) in all layers or in some
 - softcaps of attention scores and logits (model/layers.py)
-- hashed n-gram embeddings (model/ngram.py)
+- hashed n-gram embeddings (model/layers.py)
 
 The model does not select a kernel: the caller passes the function `attend`, one of the backends in
 model/attention/backends.py, which also has the causal mask. Only layers with softmax attention
@@ -48,6 +48,7 @@ from model.config import GATED_MLPS, GPTConfig
 from model.layers import (
     Embedding,
     Linear,
+    NgramEmbedding,
     RMSNorm,
     apply_rotary,
     apply_softcap,
@@ -57,7 +58,6 @@ from model.layers import (
     rotary_cos_sin,
 )
 from model.loss import linear_cross_entropy
-from model.ngram import NgramEmbedding
 
 
 @dataclass

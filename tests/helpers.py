@@ -23,7 +23,7 @@ from training.config import AdamWConfig, MuonConfig
 
 ROOT = Path(__file__).parent.parent
 ON_CPU = [name for name, backend in BACKENDS.items() if "cpu" in backend.on]
-TRAINS_ON_CPU = [name for name in ON_CPU if "gradients" not in BACKENDS[name].on["cpu"].lacks]
+TRAINS_ON_CPU = [name for name in ON_CPU if "training" not in BACKENDS[name].on["cpu"].lacks]
 TEXT = "".join(
     f"The {n}th line says {n * n} and no more; après tout, it's a line.\n" for n in range(400)
 )

@@ -1,8 +1,7 @@
 """Causal attention with interchangeable backends. The causal mask is attention_mask in backends.py.
 
 backends.py           one function per backend; the mask
-support.py            what each backend supports, and the messages of refusals
-resolve.py            from settings to a function, and to the kernel that it runs
+support.py            what each backend supports, refusals, and the kernel that a backend runs
 linear.py             linear attention, which is no backend: it computes something else
 torch_internals.py    the private PyTorch names that the model needs
 
@@ -40,13 +39,17 @@ from model.attention.backends import (
     sdpa,
 )
 from model.attention.linear import linear_attention, linear_attention_scores
-from model.attention.resolve import (
+from model.attention.support import (
+    BACKENDS,
+    NON_SOFTMAX,
+    AttentionRequest,
     ResolvedAttention,
+    Support,
     all_variants,
+    backend,
     get_attention_fn,
     missing_compiler,
     pin_kernel_under_compile,
     resolve,
     resolve_model,
 )
-from model.attention.support import BACKENDS, NON_SOFTMAX, AttentionRequest, Support, backend

@@ -148,9 +148,9 @@ def _sdpa(
 
 @backend(
     on={
-        "cpu": Support(lacks=("softcap",)),
-        "cuda": Support(lacks=("softcap",)),
-        "mps": Support(NO_FLOAT64, lacks=("softcap",)),
+        "cpu": Support(lacks=("softcaps",)),
+        "cuda": Support(lacks=("softcaps",)),
+        "mps": Support(NO_FLOAT64, lacks=("softcaps",)),
     },
     uses_sdpa=True,
     kernels=tuple(KERNELS),
@@ -178,13 +178,13 @@ def sdpa(
     return _sdpa(q, k, v, window, positions, doc_ids, dropout_p, softcap, allowed)
 
 
-FLASH_CUDA_LACKS = ("softcap", "window", "document_mask", "positions", "different_value_dim")
+FLASH_CUDA_LACKS = ("softcaps", "windows", "document masks", "arbitrary positions", "Dv ≠ D")
 FLASH_PACKAGE = Support(HALF_DTYPES, lacks=("dropout", *FLASH_CUDA_LACKS))
 
 
 @backend(
     on={
-        "cpu": Support(lacks=("dropout", "softcap", "different_value_dim")),
+        "cpu": Support(lacks=("dropout", "softcaps", "Dv ≠ D")),
         "cuda": Support(HALF_DTYPES, lacks=FLASH_CUDA_LACKS),
     },
     packages={"FA3": FLASH_PACKAGE, "FA4": FLASH_PACKAGE},
@@ -201,7 +201,7 @@ def flash(
 
 
 @backend(
-    on={"cuda": Support(HALF_DTYPES, lacks=("softcap",))},
+    on={"cuda": Support(HALF_DTYPES, lacks=("softcaps",))},
     uses_sdpa=True,
 )
 def cudnn(
@@ -223,7 +223,9 @@ def cudnn(
 
 @backend(
     on={
-        "cpu": Support(NO_FLOAT64, lacks=("gradients", "dropout", "document_mask", "positions")),
+        "cpu": Support(
+            NO_FLOAT64, lacks=("training", "dropout", "document masks", "arbitrary positions")
+        ),
         "cuda": Support(NO_FLOAT64, lacks=("dropout",)),
     },
     needs_compiler=True,

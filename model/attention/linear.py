@@ -100,7 +100,7 @@ def linear_attention_keys(D: int, T: int) -> int:
 
 # To add attention of another type, register it in NON_SOFTMAX like this, and add its name to
 # ATTENTION_TYPES in model/config.py.
-LACKS = ("dropout", "softcap", "window", "document_mask")
+LACKS = ("dropout", "softcaps", "windows", "document masks")
 NON_SOFTMAX["linear"] = AttentionType(
     "linear",
     linear_attention,

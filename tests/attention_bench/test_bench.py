@@ -90,7 +90,7 @@ def test_folder_without_a_name_has_the_device(fake_bench):
 @pytest.mark.parametrize(
     ("override", "advice"),
     [
-        ("backends=[naiv]", "set one or more of naive, sdpa, sdpa:cudnn"),
+        ("backends=[naiv]", "did you mean naive?); set one of naive, sdpa, flash"),
         ("phases=[train]", "set one of forward, forward+backward"),
         ("phases=[]", "leaves nothing to measure"),
         ("masks=[window]", "set one of causal, window:N"),

@@ -11,13 +11,14 @@ from torch._dynamo.utils import counters
 
 from attention_bench import measure as measure_module
 from attention_bench.measure import (
+    call_process,
     compute_reference,
+    kill_processes,
     list_cases,
     make_call,
     make_inputs,
     measure,
 )
-from attention_bench.rounds import call_process, kill_processes
 from model.attention import linear_attention_scores
 
 MASKS = ["causal", "window:5", "documents:3"]
@@ -60,6 +61,19 @@ def test_auto_is_the_dtype_of_train(monkeypatch):
 def test_heads_default_to_each_other(changes, expected):
     case = make_case(**changes)
     assert (case["H"], case["G"], case["D"], case["Dv"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "phase", "T", "expected"),
+    [
+        (None, "forward", 512, 4),
+        (None, "forward", 4096, 1),
+        (None, "decode", 128, 1),
+        (3, "forward", 9, 3),
+    ],
+)
+def test_default_batch_has_the_tokens_of_a_step_of_the_default_run(batch_size, phase, T, expected):
+    assert make_case(phase, T=T, batch_size=batch_size)["B"] == expected
 
 
 def test_inputs_of_decode_have_the_layout_of_the_kv_cache():

@@ -13,17 +13,9 @@ import pytest
 from bench_helpers import CONFIG, make_case
 from helpers import ROOT
 
-from attention_bench import rounds
-from attention_bench.measure import make_request
-from attention_bench.rounds import (
-    call_process,
-    count_flops,
-    kill_processes,
-    measure_group,
-    summarize,
-)
+from attention_bench import measure as measure_module
+from attention_bench.measure import call_process, kill_processes, measure_group, summarize
 from common.machine import resolve_device
-from model.flops import attention_flops
 
 FOREVER_S = 3000.0
 TOO_LARGE = ("out of memory", "needed 8.0 GiB more")
@@ -88,7 +80,7 @@ def test_ctrl_c_does_not_reach_the_process(call):
 KILLED_BENCH = """
 import os, signal, sys
 sys.path[:0] = [{root!r}]
-from attention_bench.rounds import call_process
+from attention_bench.measure import call_process
 if __name__ == "__main__":
     call_process({{}}, "a", {limit}, os.getpid)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -118,7 +110,7 @@ def run_group(monkeypatch):
 
     def run(*answers: tuple) -> tuple[list[dict], list[str]]:
         process = Mock(side_effect=answers)
-        monkeypatch.setattr(rounds, "call_process", process)
+        monkeypatch.setattr(measure_module, "call_process", process)
         group = [make_case(backend=name) for name in ("naive", "flash")]
         rows = measure_group(group, replace(CONFIG, rounds=2), {})
         return rows, [call.args[1] for call in process.call_args_list]
@@ -146,7 +138,7 @@ def test_failure_is_the_row_and_the_last_turn(run_group, answers):
 
 def test_cases_are_measured_without_a_reference_that_failed(monkeypatch):
     process = Mock(side_effect=[TOO_LARGE, finish(1.0)])
-    monkeypatch.setattr(rounds, "call_process", process)
+    monkeypatch.setattr(measure_module, "call_process", process)
     measure_group([make_case()], CONFIG, {})
     assert process.call_args.args[-1] is None
 
@@ -155,30 +147,9 @@ def test_row_has_quartiles_of_all_rounds():
     results = [finish(1.0, 2.0)[1], finish(3.0, 4.0, 5.0)[1]]
     row = summarize(results)
     assert (row["ms_q1"], row["ms_median"], row["ms_q3"]) == (2000.0, 3000.0, 4000.0)
-    assert row["flops_per_second"] == pytest.approx(count_flops(row) / 3)
 
 
 def test_row_has_the_first_call_of_the_first_round():
     """Later rounds do not compile."""
     results = [finish(1.0, first_call_s=seconds)[1] for seconds in (9.0, 1.0)]
     assert summarize(results)["first_call_s"] == 9.0
-
-
-@pytest.mark.parametrize(
-    ("phase", "mask", "pairs"),
-    [
-        ("forward", "causal", 1 + 2 + 3 + 4),
-        ("forward", "window:2", 1 + 2 + 2 + 2),
-        ("forward", "documents:2", 1 + 2 + 1 + 2),
-        ("decode", "causal", 4),
-        ("forward+backward", "causal", 3 * (1 + 2 + 3 + 4)),
-    ],
-)
-def test_flops_count_the_visible_keys(phase, mask, pairs):
-    case = make_case(phase, T=4, mask=mask)
-    assert count_flops(case) == 2 * case["B"] * case["H"] * pairs * (case["D"] + case["Dv"])
-
-
-def test_flops_of_linear_attention_are_its_own():
-    case = make_case(backend="linear", T=256)
-    assert count_flops(case) == attention_flops(make_request(case), "linear")

@@ -4,19 +4,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_helpers import REQUEST
 from model_helpers import GPT2, GROUPED, MODERN, VARIANTS, make_model, random_tokens
 from torch.utils.flop_counter import FlopCounterMode
 
 from model import GPTConfig
-from model.attention import attention_mask, naive
+from model.attention import naive
 from model.flops import (
     PARTS,
-    attention_flops,
     flops_per_token,
     n_params,
     params_by_part,
-    visible_pairs,
 )
 from model.gpt import GPT
 
@@ -68,22 +65,3 @@ def test_every_parameter_belongs_to_one_part(variant):
     model = make_model(variant)
     assert sum(params_by_part(model).values()) == n_params(model)
     assert list(params_by_part(model)) == list(PARTS.values())
-
-
-@pytest.mark.parametrize("Tq", [1, 5, 16])
-@pytest.mark.parametrize("window", [None, 1, 5, 50])
-@pytest.mark.parametrize("document_length", [None, 1, 4, 7])
-def test_visible_pairs_are_those_of_the_mask(Tq, window, document_length):
-    doc_ids = torch.arange(16).unsqueeze(0) // (document_length or 16)
-    mask = attention_mask(Tq, 16, window=window, doc_ids=doc_ids)
-    assert visible_pairs(Tq, 16, window, document_length) == mask.sum()
-
-
-def test_attention_flops_of_an_unmasked_call_are_counted_by_torch():
-    request = replace(REQUEST, Tq=1, G=4, Dv=4)
-    q = torch.randn(request.B, 1, request.H, request.D)
-    k = torch.randn(request.B, request.Tk, request.H, request.D)
-    v = torch.randn(request.B, request.Tk, request.H, request.Dv)
-    with FlopCounterMode(display=False) as counter:
-        naive(q, k, v)
-    assert attention_flops(request) == counter.get_total_flops()

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_helpers import random_tokens
 
-from model.ngram import HASH_FACTOR, HASH_PRIME, NgramEmbedding
+from model.layers import HASH_FACTOR, HASH_PRIME, NgramEmbedding
 
 ids = st.integers(0, 60_000)
 token_lists = st.lists(ids, min_size=4, max_size=12)

@@ -213,7 +213,7 @@ def test_model_is_refused_if_one_of_its_layers_is_refused(changed, message):
 
 def test_training_is_refused_by_a_backend_without_gradients():
     model = replace(MODEL, dropout=0.0)
-    with pytest.raises(UserError, match="cannot train"):
+    with pytest.raises(UserError, match="does not support training"):
         resolve_model(choose("flex"), model, grad=True, **ON_CPU)
 
 
