@@ -30,10 +30,8 @@ from common.process import run_process
 from configs.schema import EvalScriptConfig
 from data.readers import iter_documents
 from data.sources import resolve_source
-from data.tokenizer import Tokenizer
 from generation.load import load_for_inference
 from generation.perplexity import score_documents
-from model.gpt import GPT
 
 MAX_TABLE_ROWS = 20  # documents in the printed table; out=FILE.jsonl has all
 
@@ -56,7 +54,8 @@ def main(config: EvalScriptConfig) -> int:
 def score_data(config: EvalScriptConfig) -> list[dict[str, Any]]:
     """Score each document of the settings `data`. The last row is for all documents."""
     source = resolve_source(config.data)
-    model, tokenizer = load_model(config)
+    # scoring decodes nothing
+    model, tokenizer, _ = load_for_inference(config, decodes_batches=False)
     documents = iter_documents(source)
     return score_documents(model, tokenizer, documents, config.batch_size, source.text_bytes)
 
@@ -68,16 +67,9 @@ def score_tasks(config: EvalScriptConfig, tasks: list[str]) -> list[dict[str, An
     except ModuleNotFoundError as error:
         advice = "install it: pip install 'lm-eval>=0.4.12'"
         raise UserError(f"tasks needs {error.name}; {advice}") from None
-    model, tokenizer = load_model(config)
+    # tasks generate one sample at a time
+    model, tokenizer, _ = load_for_inference(config, decodes_batches=False)
     return run_tasks(model, tokenizer, tasks, config.batch_size, config.limit)
-
-
-def load_model(config: EvalScriptConfig) -> tuple[GPT, Tokenizer]:
-    """Load the model and its tokenizer, and print what was loaded."""
-    # scoring decodes nothing, and tasks generate one sample at a time
-    model, tokenizer, _, description = load_for_inference(config, decodes_batches=False)
-    print_text(description, stderr=True)
-    return model, tokenizer
 
 
 def make_results_table(rows: list[dict[str, Any]]) -> Table:

@@ -38,7 +38,7 @@ def main(config: ExportConfig) -> int:
     checkpoint = load_checkpoint(path)
     model_type = find_architecture(GPTConfig.from_saved(checkpoint["model_config"]), run.name)
     with new_folder(out) as unfinished:
-        write_folder(unfinished, checkpoint, model_type, DTYPES[config.dtype], run)
+        write_folder(unfinished, checkpoint, model_type, DTYPES[config.dtype])
     print(f"{path} -> {out}\nnext     {PYTHON} sample.py run=hf:{out}")
     return 0
 

@@ -42,7 +42,7 @@ from common.files import atomic_write, check_output
 from common.process import run_process
 from common.settings import unescape
 from configs.schema import SampleConfig
-from generation.attention_maps import draw_attention_maps
+from generation.attention_maps import draw_attention
 from generation.engine import TextChunk, generate, in_prompt_order
 from generation.load import load_for_inference
 from generation.prompts import continue_typed_lines, encode_prompts, load_prompts
@@ -55,16 +55,17 @@ def main(config: SampleConfig) -> int:
     check_output(config.out)
     batch_size = min(config.batch_size, len(prompts) * config.num_samples)
     config = replace(config, stop=unescape(config.stop), batch_size=batch_size)
-    model, tokenizer, path, description = load_for_inference(config, batch_size > 1)
-    print_text(f"{description}, seed {config.seed}", stderr=True)
+    model, tokenizer, path = load_for_inference(config, batch_size > 1)
     if config.interactive:
         continue_typed_lines(model, tokenizer, config, config.seed)
         return 0
+    requests = encode_prompts(tokenizer, prompts, config.num_samples, config.seed)
     if config.attention_map:
         run = path.parents[1] if path.parent.name == "checkpoints" else path.parent
-        draw_attention_maps(model, tokenizer, prompts[0], run / "attention")
+        picture = run / "attention" / "prompt.png"
+        draw_attention(model, tokenizer, requests[0].tokens, picture)
+        print_text(f"written  {picture}", stderr=True)
         return 0
-    requests = encode_prompts(tokenizer, prompts, config.prompts, config.num_samples, config.seed)
     chunks = generate(model, tokenizer, requests, config, batch_size)
     samples = itertools.groupby(in_prompt_order(chunks), attrgetter("index"))
     started = time.perf_counter()
@@ -73,8 +74,10 @@ def main(config: SampleConfig) -> int:
     else:
         num_tokens = write_samples(samples, prompts, config)
     seconds = time.perf_counter() - started
-    speed = num_tokens / seconds
-    print_text(f"{num_tokens:,} tokens in {seconds:.1f} s, {speed:,.0f} tokens/s", stderr=True)
+    print_text(
+        f"{num_tokens:,} tokens in {seconds:.1f} s, {num_tokens / seconds:,.0f} tokens/s",
+        stderr=True,
+    )
     return 0
 
 

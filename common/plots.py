@@ -1,5 +1,6 @@
 """Colors and style of all plots. matplotlib takes seconds to import, so functions import it."""
 
+import warnings
 from pathlib import Path
 
 from common.files import atomic_writer
@@ -11,7 +12,6 @@ DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
 GREY = "#666666"  # text beside the data
 TRAIN_COLOR = "#9db4d0"
 VAL_COLOR = "#c2410c"
-MASKED_COLOR = "#e0e0e0"  # keys after their query in an attention map
 
 
 def make_figure(width: float, height: float):
@@ -24,7 +24,8 @@ def make_figure(width: float, height: float):
 def save_figure(figure, path: Path) -> None:
     """Write a figure as a complete PNG file or none."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_writer(path) as file:
+    with warnings.catch_warnings(), atomic_writer(path) as file:
+        warnings.filterwarnings("ignore", message="Glyph")  # characters without one become boxes
         figure.savefig(file, format="png")
 
 

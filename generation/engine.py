@@ -123,7 +123,7 @@ class Engine:
 
 @dataclass(frozen=True)
 class TextChunk:
-    """New text of a sample."""
+    """New text of a sample. It is empty while a character is incomplete."""
 
     index: int  # of the prompt
     text: str
@@ -162,8 +162,7 @@ def generate(
             text, finish_reason = detokenizers[index].push(tokens[row])
             if finish_reason is not None:
                 engine.remove(row)
-            if text or finish_reason is not None:
-                yield TextChunk(index, text, detokenizers[index].n_tokens, finish_reason)
+            yield TextChunk(index, text, detokenizers[index].n_tokens, finish_reason)
 
 
 def in_prompt_order(chunks: Iterable[TextChunk]) -> Iterator[TextChunk]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from common.checkpoint_file import load_checkpoint
+from common.console import print_text
 from common.machine import dtype_name, resolve_device, resolve_dtype
 from common.run_paths import find_checkpoint
 from data.tokenizer import Tokenizer, from_spec
@@ -71,13 +72,11 @@ def load_run(
     return model.to(device).eval(), from_spec(saved["tokenizer"])
 
 
-def load_for_inference(
-    config: LoadConfig, decodes_batches: bool
-) -> tuple[GPT, Tokenizer, Path, str]:
-    """Load a model that decodes and scores fast, and cannot be trained.
+def load_for_inference(config: LoadConfig, decodes_batches: bool) -> tuple[GPT, Tokenizer, Path]:
+    """Load a model that decodes and scores fast, and cannot be trained. Print what was loaded.
 
     decodes_batches: whether samples of different lengths are decoded together.
-    Returns (model, tokenizer, path of the weights, description).
+    Returns (model, tokenizer, path of the weights).
     Raises UserError if the attention backend or the dtype cannot run on this device.
     """
     device = resolve_device(config.device)
@@ -93,6 +92,6 @@ def load_for_inference(
     model = model.requires_grad_(False).to(device).eval()
     model = replace_linears(model, weight_dtype, config.batch_size)
     step = f", step {saved['step']:,}" if "step" in saved else ""
-    name = dtype_name(weight_dtype)
-    description = f"{path}{step}, {device.type} {name}, attention {kernel}"
-    return model, from_spec(saved["tokenizer"]), path, description
+    name = f"{device.type} {dtype_name(weight_dtype)}"
+    print_text(f"{path}{step}, {name}, attention {kernel}", stderr=True)
+    return model, from_spec(saved["tokenizer"]), path

@@ -61,7 +61,7 @@ def cut_into_windows(index: int, text: Text, block_size: int) -> Iterator[Window
 
 @torch.no_grad()
 def score_windows(
-    model: GPT, windows: Iterable[Window], batch_size: int
+    model: GPT, windows: Iterator[Window], batch_size: int
 ) -> Iterator[tuple[Window, float, bool]]:
     """Yield each window, its cross entropy in nats, and whether greedy decoding gives its targets.
 
@@ -69,7 +69,6 @@ def score_windows(
     which needs little padding.
     """
     device = model.wte.weight.device
-    windows = iter(windows)
     while pool := list(islice(windows, SORTED_BATCHES * batch_size)):
         # the longest first, because they show whether memory suffices
         pool.sort(key=lambda window: -len(window.tokens))
@@ -123,7 +122,7 @@ def score_texts(
 def score_documents(
     model: GPT,
     tokenizer: Tokenizer,
-    documents: Iterable[Iterable[Piece]],
+    documents: Iterable[list[Piece]],
     batch_size: int,
     total_bytes: int | None = None,
 ) -> list[dict[str, Any]]:
@@ -137,15 +136,14 @@ def score_documents(
 
     def iter_texts() -> Iterator[Text]:
         for number, document in enumerate(documents, start=1):
-            beginning = ""
+            words = document[0].text[:80].split()
+            beginnings.append(" ".join(words)[:BEGINNING_CHARS])
             parts = [np.array([tokenizer.start_token])]
             num_targets = 0
             for piece in document:
-                beginning += piece.text[:80]
                 parts.append(encode(tokenizer, piece.text, f"document {number}"))
                 if not piece.is_prompt:
                     num_targets += len(parts[-1])
-            beginnings.append(beginning[:80])
             yield np.concatenate(parts), num_targets
 
     scores, total = score_texts(model, tokenizer, iter_texts(), batch_size, total_bytes)
@@ -157,11 +155,15 @@ def score_documents(
 
 def make_row(document: int | str, beginning: str, score: Score) -> dict[str, Any]:
     """A row of the table. The loss is in nats per token."""
-    label = " ".join(beginning.split())
-    if len(label) > BEGINNING_CHARS:
-        label = label[: BEGINNING_CHARS - 1] + "…"
-    row = {"document": document, "beginning": label, "tokens": score.tokens, "bytes": score.bytes}
-    row |= dict.fromkeys(("loss", "perplexity", "bits_per_byte"))
+    row = {
+        "document": document,
+        "beginning": beginning,
+        "tokens": score.tokens,
+        "bytes": score.bytes,
+        "loss": None,
+        "perplexity": None,
+        "bits_per_byte": None,
+    }
     if score.tokens > 0:
         row["loss"] = score.nats / score.tokens
         row["perplexity"] = exp(min(row["loss"], 700.0))  # exp of more than 709 overflows

@@ -18,13 +18,13 @@ from model.gpt import GPT
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".jsonlines", ".json")  # one object per line
 
 
-def load_prompts(prompt: str | None, prompt_file: str | None, prompts: str | None) -> list[str]:
+def load_prompts(prompt: str, prompt_file: str | None, prompts: str | None) -> list[str]:
     """The prompts that the settings of sample.py name. Without any, one empty prompt."""
     if prompts is not None:
         return read_prompts(prompts)
     if prompt_file is not None:
         return [read_text(prompt_file)]
-    return [unescape(prompt or "")]
+    return [unescape(prompt)]
 
 
 def read_prompts(path: str) -> list[str]:
@@ -32,39 +32,34 @@ def read_prompts(path: str) -> list[str]:
 
     Lines can have escape sequences. Empty lines are skipped.
     """
-    text = read_text(path)
     # str.splitlines would also split at form feeds and U+2028, which may be part of a prompt.
-    lines = [line for line in re.split(r"\r\n|\r|\n", text) if line.strip()]
+    lines = [line for line in re.split(r"\r\n|\r|\n", read_text(path)) if line.strip()]
     if not lines:
         raise UserError(f"prompts={path} contains no prompts; set a file with one prompt per line")
     if not path.lower().endswith(JSON_SUFFIXES):
         return unescape(lines)
-    return [read_json_prompt(line, path) for line in lines]
-
-
-def read_json_prompt(line: str, path: str) -> str:
-    """Read a line of a .jsonl. Raises UserError if it has no string "prompt"."""
-    with suppress(ValueError, LookupError, TypeError, RecursionError):
-        row = json.loads(line)
-        if isinstance(row["prompt"], str):
-            return row["prompt"]
-    raise UserError(f'a line of prompts={path} is not of the form {{"prompt": "..."}}; correct it')
+    try:
+        prompts = [json.loads(line)["prompt"] for line in lines]
+        "".join(prompts)  # a TypeError if one is not a string
+    except (ValueError, LookupError, TypeError):
+        raise UserError(
+            f'a line of prompts={path} is not of the form {{"prompt": "..."}}; correct it'
+        ) from None
+    return prompts
 
 
 def encode_prompts(
-    tokenizer: Tokenizer, texts: list[str], source: str | None, num_samples: int, seed: int
+    tokenizer: Tokenizer, texts: list[str], num_samples: int, seed: int
 ) -> list[Prompt]:
     """Encode prompts, and repeat each num_samples times with different seeds.
 
     An empty prompt becomes the token from which samples start.
-    source: file of the prompts, for messages.
     seed: of the first sample. The next sample has seed + 1, and so on.
     Raises UserError if a character has no token.
     """
     prompts = []
     for number, text in enumerate(texts, start=1):
-        name = "the prompt" if source is None else f"prompt {number} of {source}"
-        tokens = encode(tokenizer, text, name).tolist() or [tokenizer.start_token]
+        tokens = encode(tokenizer, text, f"prompt {number}").tolist() or [tokenizer.start_token]
         for _ in range(num_samples):
             prompts.append(Prompt(tokens, seed + len(prompts)))
     return prompts
@@ -83,15 +78,16 @@ def continue_typed_lines(
     sys.stdin.reconfigure(encoding="utf-8-sig", errors="surrogateescape", newline=None)
     mark = "> " if sys.stdin.isatty() else ""
     print_text(
-        "type the beginning of a sample; an empty line continues the last sample", stderr=True
+        "type the beginning of a sample; an empty line continues the last sample\n"
+        "Ctrl-C stops the sample, Ctrl-D quits",
+        stderr=True,
     )
-    print_text("Ctrl-C stops the sample, Ctrl-D quits", stderr=True)
     text = ""  # the last prompt and its sample
     for seed in itertools.count(first_seed):
         try:
             line = input(mark)
             prompt = line or text
-            requests = encode_prompts(tokenizer, [prompt], None, 1, seed)
+            requests = encode_prompts(tokenizer, [prompt], 1, seed)
             text = prompt
             show(line)
             for chunk in generate(model, tokenizer, requests, sampling, 1):

@@ -21,7 +21,6 @@ def filtered_probs(logits: Tensor, sampling: SamplingConfig) -> Tensor:
     min_p: keeps tokens whose probability is at least min_p times the largest one (Nguyen et al.,
         arXiv:2407.01082).
     """
-    logits = logits.float()
     if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
         kept = logits.topk(sampling.top_k, dim=-1)
         logits = torch.full_like(logits, -torch.inf).scatter_(-1, kept.indices, kept.values)
@@ -68,7 +67,7 @@ def sample_next_token(logits: Tensor, sampling: SamplingConfig, uniform: Tensor)
 class IncrementalDetokenizer:
     """Converts tokens to complete characters, one token at a time, and finds the end of the sample.
 
-    Text that may begin a stop string is held back until the following tokens decide.
+    With stop strings, the last characters are held back until the following tokens decide.
     end_token: id of the end-of-text token, or None.
     """
 
@@ -77,6 +76,8 @@ class IncrementalDetokenizer:
         self.end_token = end_token
         self.max_new_tokens = sampling.max_new_tokens
         self.stop_strings = sampling.stop_strings
+        # the last characters, which may begin the longest stop string
+        self.num_held_back = max(map(len, self.stop_strings), default=1) - 1
         self.utf8_decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.pending = ""  # may be the beginning of a stop string
         self.n_tokens = 0  # so far, without the end-of-text token
@@ -100,16 +101,7 @@ class IncrementalDetokenizer:
             return self.pending[:start], "stop"
         if self.n_tokens == self.max_new_tokens:
             return self.pending, "length"
-        shown = len(self.pending) - self._count_held_back()
+        shown = max(0, len(self.pending) - self.num_held_back)
         text = self.pending[:shown]
         self.pending = self.pending[shown:]
         return text, None
-
-    def _count_held_back(self) -> int:
-        """Number of characters at the end of the pending text that may begin a stop string."""
-        count = 0
-        for stop in self.stop_strings:
-            for length in range(1, len(stop)):
-                if self.pending.endswith(stop[:length]):
-                    count = max(count, length)
-        return count

@@ -3,15 +3,13 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
-from textwrap import indent
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save
 
-from common.console import pluralize
 from common.errors import UserError
-from common.files import atomic_write, read_json, write_json
+from common.files import atomic_write, write_json
 from common.machine import dtype_name
 from data.tokenizer import END_OF_TEXT, from_spec
 from huggingface.architectures import (
@@ -26,16 +24,13 @@ from model.config import GPTConfig
 FILES = ("config.json", "model.safetensors", "tokenizer.json")
 
 
-def write_folder(
-    out: Path, checkpoint: dict, model_type: str, dtype: torch.dtype, run: Path
-) -> None:
+def write_folder(out: Path, checkpoint: dict, model_type: str, dtype: torch.dtype) -> None:
     """Write the files of a model for transformers into a folder.
 
     out: an empty folder.
     checkpoint: content of a checkpoint.
     model_type: result of find_architecture.
     dtype: of the weights in the file.
-    run: the folder of the run, for README.md.
     """
     config = GPTConfig.from_saved(checkpoint["model_config"])
     vocab_size = checkpoint["vocab_size"]
@@ -68,17 +63,6 @@ def write_folder(
     write_json(out / "tokenizer.json", to_tokenizer_json(spec))
     write_json(out / "tokenizer_config.json", tokenizer_config)
     atomic_write(out / "model.safetensors", save(weights, {"format": "pt"}))
-    atomic_write(out / "README.md", format_model_card(run, checkpoint["step"]))
-
-
-def format_model_card(run: Path, step: int) -> str:
-    """README.md of an exported folder, with the summary of the run.
-
-    The summary is a block of code, in which HTML and Markdown have no effect.
-    """
-    summary = json.dumps(read_json(run / "summary.json"), indent=2)
-    intro = f"It continues text. trilGPT has trained it for {pluralize(step, 'step')}."
-    return f"# Language model\n\n{intro}\n\n{indent(summary, ' ' * 4)}\n"
 
 
 def find_folder(name: str) -> Path:

@@ -38,11 +38,6 @@ def to_printable(token: bytes) -> str:
     return token.decode("latin-1").translate(TO_PRINTABLE)
 
 
-def from_printable(text: str) -> bytes:
-    """A token that byte-level BPE has written."""
-    return text.translate(FROM_PRINTABLE).encode("latin-1")
-
-
 def list_merges(tokens: list[bytes]) -> list[list[str]]:
     """All pairs of tokens whose concatenation is a token, in the order of its id."""
     known = set(tokens)
@@ -110,12 +105,12 @@ def from_tokenizer_json(content: dict[str, Any], path: str) -> dict:
     """
     only = "but only byte-level BPE with one pattern can be imported; set another folder"
     model = content["model"]
-    if model["type"] != "BPE":
-        raise UserError(f"{path} has a tokenizer of the kind {model['type']}, {only}")
-    if content["normalizer"] is not None:
-        raise UserError(f"{path} has a normalizer, which changes the text, {only}")
-    if "SpecialToken" in json.dumps(content["post_processor"]):
-        raise UserError(f"{path} has a post_processor that adds tokens to each text, {only}")
+    adds_tokens = "SpecialToken" in json.dumps(content["post_processor"])
+    if model["type"] != "BPE" or content["normalizer"] is not None or adds_tokens:
+        raise UserError(
+            f"{path} has another model than BPE, a normalizer, or a post_processor that adds "
+            f"tokens, {only}"
+        )
 
     pre_tokenizer = content["pre_tokenizer"]
     steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
@@ -135,7 +130,8 @@ def from_tokenizer_json(content: dict[str, Any], path: str) -> dict:
         raise UserError(f"{path} has merges in another order than the token ids, {only}")
     if sorted(ids.values()) != list(range(len(ids))):
         raise UserError(f"{path} has token ids with gaps, or special tokens before others, {only}")
-    tokens = [from_printable(token) for token in sorted(ids, key=ids.__getitem__)]
+    by_id = sorted(ids, key=ids.__getitem__)
+    tokens = [token.translate(FROM_PRINTABLE).encode("latin-1") for token in by_id]
     name = "bpe"
     if pattern == CHARACTER_PATTERN:
         name = "byte" if tokens == ALL_BYTES else "char"

@@ -1,6 +1,5 @@
 """eval.py: the loss of documents, and tasks of lm-eval."""
 
-import importlib
 import json
 import math
 import shutil
@@ -13,7 +12,7 @@ import torch.nn.functional as F
 from helpers import TEXT, metrics, read_jsonl, run_command, train_here
 
 from configs.cli import parse_config
-from generation.load import load_run
+from generation.load import load_for_inference, load_run
 from model.attention import flex
 
 # The loss of documents
@@ -159,7 +158,7 @@ def test_scoring_needs_no_backend_that_supports_positions(trained, monkeypatch):
     """It decodes nothing. On CPUs, flex supports no positions."""
     monkeypatch.setenv("CXX", sys.executable)  # any program
     config = parse_config("eval", "", ["run=a", "attention=flex", "device=cpu", "tasks=any"])
-    model, _ = importlib.import_module("eval").load_model(config)
+    model, *_ = load_for_inference(config, decodes_batches=False)
     assert model.blocks[0].attn.attend is flex
 
 

@@ -168,8 +168,8 @@ def test_samples_in_a_pipe_are_exact(folder_with_a_byte_run, sample, monkeypatch
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ("prompt=T\udce9", "the prompt has characters that are not in the vocabulary"),
-        ("prompts=new.txt num_samples=3", "prompt 2 of new.txt has characters that are not"),
+        ("prompt=T\udce9", "prompt 1 has characters that are not in the vocabulary"),
+        ("prompts=new.txt num_samples=3", "prompt 2 has characters that are not"),
         ("prompts=text.txt out=no/o.jsonl", "out=no/o.jsonl exists, or its folder does not"),
         ("prompt_file=.", ". cannot be read (IsADirectoryError"),
         ("out=o.jsonl", "out=o.jsonl"),

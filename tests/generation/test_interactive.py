@@ -53,7 +53,7 @@ def test_each_line_has_the_next_seed(type_lines, sample):
 @pytest.mark.parametrize("line", ["Ü".encode(), b"T\xe9"], ids=["vocabulary", "not UTF-8"])
 def test_refused_line_is_reported_and_does_not_end_the_command(type_lines, line):
     out, err = type_lines(b"The 1\n" + line + b"\nThe 2\n", "max_new_tokens=1")
-    assert "sample.py: the prompt has characters that are not in the vocabulary" in err
+    assert "sample.py: prompt 1 has characters that are not in the vocabulary" in err
     assert [text[:5] for text in out.splitlines()] == ["The 1", "The 2"]
 
 

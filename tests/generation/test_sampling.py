@@ -174,7 +174,7 @@ def text_before_first_stop(text, stops):
 def test_sample_ends_before_the_stop_string_that_is_complete_first(pieces, stops):
     """With any division of the text into tokens. No part of a stop string is ever shown."""
     vocabulary = [piece.encode() for piece in dict.fromkeys(pieces)] or [b"a"]
-    encoding = tokenizer._make_tokenizer("words", r"(?s).", vocabulary, {})
+    encoding = tokenizer.Tokenizer("words", r"(?s).", vocabulary, {})
     detokenizer = make_detokenizer(encoding=encoding, stop=stops, max_new_tokens=10_000)
     complete = "".join(pieces)
     expected = text_before_first_stop(complete, stops)

@@ -12,7 +12,7 @@ from model_helpers import GPT2, make_model
 from common.errors import UserError
 from common.files import write_json
 from data.tokenizer import END_OF_TEXT, from_spec, to_spec
-from huggingface.folder import find_folder, format_model_card, read_folder, write_folder
+from huggingface.folder import find_folder, read_folder, write_folder
 
 
 def make_checkpoint(spec: dict) -> dict:
@@ -24,15 +24,13 @@ def make_checkpoint(spec: dict) -> dict:
         "vocab_size": vocab_size,
         "tokenizer": spec,
         "model": model.state_dict(),
-        "step": 50,
     }
 
 
 def write(folder: Path, checkpoint: dict) -> Path:
-    """Write a checkpoint as the folder `exported`. Its run has only a summary."""
-    write_json(folder / "summary.json", {"command": "python train.py"})
+    """Write a checkpoint as the folder `exported`."""
     (folder / "exported").mkdir()
-    write_folder(folder / "exported", checkpoint, "gpt2", torch.float32, folder)
+    write_folder(folder / "exported", checkpoint, "gpt2", torch.float32)
     return folder / "exported"
 
 
@@ -60,15 +58,6 @@ def test_folder_is_read_as_the_checkpoint_that_was_written(exported, checkpoint)
         assert torch.equal(weight, found["model"][name]), name
 
 
-def test_readme_has_the_steps_and_the_summary_as_code(tmp_path):
-    write_json(tmp_path / "summary.json", {"command": "<script>\n\n![](http://a.b/c)"})
-    card = format_model_card(tmp_path, 50)
-    assert "for 50 steps" in card
-    *_, code = card.split("\n\n")
-    assert '"command": "<script>\\n\\n![](http://a.b/c)"' in code
-    assert all(line.startswith("    ") for line in code.splitlines())
-
-
 def test_end_of_text_token_with_another_name_is_found(exported, checkpoint):
     """Llama's is </s>. config.json has its id."""
     path = exported / "tokenizer.json"
@@ -93,6 +82,7 @@ ADDED = b'"added_tokens": ['
         ("model.safetensors", b"{", b""),
         ("config.json", b"}", b""),
         ("config.json", b'"gpt2"', b'"bert"'),
+        ("config.json", b'"gelu_new"', b'"tanh"'),
         ("config.json", b'"n_layer": 2', b'"n_layer": "2"'),
         ("tokenizer.json", b"}", b""),
         ("tokenizer.json", b'"model"', b'"modle"'),
@@ -117,9 +107,8 @@ def test_missing_file_is_refused_with_its_name(exported, file):
         read_folder(exported)
 
 
-@pytest.mark.parametrize("changed", [{"n_layer": 3}, {"n_embd": 64}], ids=str)
-def test_weights_of_another_model_are_refused(exported, changed):
-    change_json(exported / "config.json", **changed)
+def test_weights_of_another_model_are_refused(exported):
+    change_json(exported / "config.json", n_layer=3)
     with pytest.raises(UserError, match=r"model\.safetensors cannot be read"):
         read_folder(exported)
 

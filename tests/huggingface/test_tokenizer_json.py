@@ -131,7 +131,7 @@ def test_post_processor_that_adds_no_token_is_imported(specs, content, post_proc
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
     [
-        ('"type": "BPE"', '"type": "Unigram"', "kind Unigram"),
+        ('"type": "BPE"', '"type": "Unigram"', "another model than BPE"),
         ('"normalizer": null', '"normalizer": {"type": "NFC"}', "normalizer"),
         ('"pre_tokenizer":', '"pre_tokenizer": {"type": "Metaspace"}, "old":', "pre_tokenizer"),
         ('"behavior": "Isolated"', '"behavior": "Removed"', "pre_tokenizer"),
