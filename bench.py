@@ -55,6 +55,8 @@ def main(config: BenchConfig) -> int:
             print_text(describe_case(group[0]))
             rows += measure_group(group, config, pools)
             write_csv(rows, folder / "attention.csv")
+        for pool in pools.values():
+            pool.shutdown()  # a process that is killed leaves its locks in the system
         status = "finished"
     finally:
         kill_processes(pools)
