@@ -127,6 +127,8 @@ class Evaluator:
         """Attention maps and attention statistics, if the config requests them."""
         loader = self.loader
         metrics: dict[str, Any] = {}
+        if not (self.config.attention_maps or self.config.attention_stats):
+            return metrics
         windows = min(STATISTICS_WINDOWS, loader.val_windows)
         x, _, doc_ids = loader.batch("val", 0, windows, loader.val_windows / windows)
         if self.config.attention_maps:

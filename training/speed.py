@@ -18,6 +18,8 @@ from training.runtime import Runtime
 
 MEASURED_SECONDS = 2.0  # for measuring the FLOP/s of a device
 MAX_MEASURED_PASSES = 50
+PRODUCT_SECONDS = 0.5  # for measuring the peak FLOP/s of a device
+MAX_PRODUCTS = 4
 
 
 def synchronize(device: torch.device) -> None:
@@ -162,9 +164,13 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     if is_in_table(device) and not is_tf32:
         half_peak, float32_peak = GPU_PEAK[torch.cuda.get_device_name(device)]
         return float32_peak if is_float32 else half_peak
-    size = 8192 if device.type == "cuda" else 1024
+    size = 8192
+    min_calls = MAX_PRODUCTS  # the first one loads kernels
+    if device.type != "cuda":
+        size = 1024
+        min_calls = 1  # some CPUs need seconds for a product in bfloat16
     a = torch.randn(size, size, device=device).to(dtype)
-    fastest = min(time_repeatedly(lambda: a @ a, device, 4))
+    fastest = min(time_calls(lambda: a @ a, device, min_calls, PRODUCT_SECONDS, MAX_PRODUCTS))
     return 2 * size**3 / fastest
 
 
