@@ -280,27 +280,15 @@ def test_bfloat16_learns_as_much_as_float32(train):
     assert {weight.dtype for weight in load("bfloat16")["model"].values()} == {torch.float32}
 
 
-SLOW_RUNS = {
-    "naive": ["attention=naive"],
-    "flash": ["attention=flash"],
-    "compiled": ["attention=naive", "compile=true"],
-}
-
-
 @pytest.mark.compiles
 @pytest.mark.slow
-def test_recorded_kernel_ran_and_changes_neither_losses_nor_names(train):
-    """The compiler must not replace naive by flash."""
-    for name, words in SLOW_RUNS.items():
-        with torch.profiler.profile() as profiler:
-            assert train(f"name={name}", *words, "model.n_layer=1", "train.steps=3") == 0
-        kernel = "flash" if name == "flash" else "naive"
-        assert summary(name)["attention"]["resolved"] == kernel
-        operations = {event.key for event in profiler.key_averages()}
-        ran_flash = any("_flash_attention_for_cpu" in key for key in operations)
-        assert ran_flash == (kernel == "flash")
-        assert_close_losses("naive", name)
-        assert set(load(name)["model"]) == set(load("naive")["model"])
+def test_compilation_changes_neither_losses_nor_names(train):
+    for name, compiles in (("a", "false"), ("b", "true")):
+        words = ["attention=naive", f"compile={compiles}", "model.n_layer=1", "train.steps=3"]
+        assert train(f"name={name}", *words) == 0
+    assert_close_losses("a", "b")
+    assert set(load("a")["model"]) == set(load("b")["model"])
+    # the settings are a part of the key of the compile cache
     config = "AttentionConfig(backend='naive', kernels=None, flash_package=None)"
     assert torch.compiler.config.cache_key_tag == config
 
@@ -345,10 +333,11 @@ def test_run_on_cuda_resumes_and_can_be_sampled(train, sample, backend, compiles
 
 
 def test_epochs_end_a_run_when_each_window_has_been_read_so_often(workdir):
-    printed = train_in(workdir, "name=a", "train.steps=null", "train.epochs=1.5")
+    words = ["train.steps=null", "train.epochs=1.5", "train.batch_size=64"]
+    printed = train_in(workdir, "name=a", *words)
     windows = -(-int(re.search(r"([\d,]+) training tokens", printed)[1].replace(",", "")) // 16)
-    assert "training for 1.5 epochs of 4 x 16" in printed
-    assert metrics("a")[-1]["step"] == math.ceil(1.5 * windows / 4)
+    assert "training for 1.5 epochs of 64 x 16" in printed
+    assert metrics("a")[-1]["step"] == math.ceil(1.5 * windows / 64)
 
 
 def test_run_with_minutes_keeps_its_preset_when_it_resumes(workdir, monkeypatch, capsys):

@@ -178,7 +178,7 @@ def test_peak_memory_is_that_of_a_call_and_not_of_the_call_before():
 def test_each_case_compiles_for_its_shapes():
     """Without a reset, torch.compile would switch to dynamic shapes at the second T."""
     before = counters["stats"]["unique_graphs"]
-    for T in (16, 32, 48):
+    for T in (16, 32):
         case = make_case("forward", "flex", T=T, n_kv_head=4, head_size=16, value_size=16)
         measure(case, CONFIG)
-    assert counters["stats"]["unique_graphs"] - before == 3
+    assert counters["stats"]["unique_graphs"] - before == 2

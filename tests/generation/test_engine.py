@@ -46,7 +46,7 @@ def test_nan_logits_are_refused(temperature):
         generate_sample(model, seed=0, temperature=temperature)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=7),
     batch_size=st.integers(1, 4),

@@ -10,10 +10,8 @@ from generation.kv_cache import KVCache
 from model.attention import BACKENDS
 from model.flops import kv_cache_bytes_per_token
 
-COMPILED = [pytest.mark.compiles, pytest.mark.slow]
-BACKEND_NAMES = [
-    pytest.param(name, marks=COMPILED if BACKENDS[name].needs_compiler else []) for name in ON_CPU
-]
+# tests/model/attention/test_backends.py compares compiled backends with naive, also for one query
+BACKEND_NAMES = [name for name in ON_CPU if not BACKENDS[name].needs_compiler]
 
 
 def assert_logits_equal_without_cache(model, prompts):

@@ -55,9 +55,8 @@ def test_checkpointing_saves_fewer_activations():
 
 @pytest.mark.slow
 @pytest.mark.compiles
-@pytest.mark.parametrize("part", ["block", "attention"])
-def test_checkpointed_model_compiles_without_graph_breaks(part):
-    model = make_model(part)
+def test_checkpointed_model_compiles_without_graph_breaks():
+    model = make_model("block")
     torch.compiler.reset()  # other tests have used up the limit of recompilations
     compiled = torch.compile(model, fullgraph=True)
     tokens = torch.zeros(4, 8, dtype=torch.int64)

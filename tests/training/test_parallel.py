@@ -79,7 +79,7 @@ def test_killed_sharded_run_resumes_on_other_numbers_of_processes_and_with_ddp(
     assert process.poll() is None, process.communicate()[1]
     kill_worker(process)
     step = load("a")["step"]
-    for count, parallel in ((2, FSDP), (2, "parallel=ddp"), (4, FSDP)):
+    for count, parallel in ((2, FSDP), (2, "parallel=ddp")):
         step += 6
         finish(torchrun(count, "name=a", f"train.steps={step}", *settings, parallel))
     for name in "ab":
@@ -97,7 +97,6 @@ def test_more_processes_than_rows_save_and_resume(tmp_path_factory, monkeypatch)
     tiny = [WARMUP, "model.n_head=1", "model.n_embd=2", "eval.sample.max_new_tokens=0"]
     finish(torchrun(4, "name=a", FSDP, "train.steps=3", *tiny))
     finish(torchrun(4, "name=a", FSDP, *tiny))
-    assert "runs/a is finished at step" in finish(torchrun(4, "name=a", FSDP, *tiny))
     train_in(folder, "name=b", *SINGLE, *tiny)
     losses = [[row.get("train/loss") for row in metrics(name)] for name in "ab"]
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
