@@ -77,7 +77,10 @@ def make_norm(config: GPTConfig) -> nn.Module:
 
 
 class CausalSelfAttention(nn.Module):
-    """Causal multi-head attention: project to heads, attend, concatenate, project back."""
+    """Causal multi-head attention: project to heads, attend, concatenate, project back.
+
+    docs/attention-variants.md has variants, such as a sink per head, as changes of this class.
+    """
 
     def __init__(self, config: GPTConfig, attend: Callable[..., Tensor], layer: int):
         super().__init__()

@@ -1,8 +1,8 @@
 """Output head and cross entropy in one function. Many logits are computed in chunks to save memory.
 
-To change the loss, for example to add label smoothing, change two places: linear_cross_entropy,
-which calls F.cross_entropy, and _chunk_loss, which has the formula and its gradient for one of
-several chunks. Validation uses the same functions.
+To change the loss, change two places: linear_cross_entropy, which calls F.cross_entropy, and
+_chunk_loss, which has the formula and its gradient for one of several chunks. Validation uses the
+same functions. docs/hacking.md adds label smoothing to training alone.
 
 N tokens, C channels. The weight has one row per token of the vocabulary, and then rows of padding.
 """

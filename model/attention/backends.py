@@ -1,6 +1,7 @@
 """The attention backends: one function per backend. The causal mask is attention_mask, below.
 
-Without windows, positions and documents, a kernel uses its own causal mask instead.
+Without windows, positions and documents, a kernel uses its own causal mask instead. FlexAttention
+has the same mask as a function, in _block_mask.
 
 model/attention/__init__.py has the signature of the functions and the notation.
 
