@@ -38,6 +38,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from common.console import ProgressBar, print_text, show
+from common.errors import UserError
 from common.files import atomic_write, check_output
 from common.process import run_process
 from common.settings import unescape
@@ -63,6 +64,8 @@ def main(config: SampleConfig) -> int:
     if config.attention_map:
         run = path.parents[1] if path.parent.name == "checkpoints" else path.parent
         picture = run / "attention" / "prompt.png"
+        if len(requests[0].tokens) < 2:
+            raise UserError("attention_map=true needs at least two tokens; set a longer prompt")
         draw_attention(model, tokenizer, requests[0].tokens, picture)
         print_text(f"written  {picture}", stderr=True)
         return 0

@@ -93,9 +93,12 @@ def _iter_file(file: str, config: DataConfig) -> Iterator[Piece]:
             yield from cut_into_pieces(text for text, _ in _iter_rows(file, config))
     except Exception as error:  # pyarrow, datasets and the network have exceptions of many types
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-        raise UserError(
-            f"{file} cannot be read ({reason}); correct the file (text must be UTF-8), or {ADVICE}"
-        ) from error
+        advice = "correct the file; text must be UTF-8"
+        if is_remote(file):
+            advice = "check the network and data.text_column, or set data.path to a local copy"
+        elif is_table(file):
+            advice = f"correct the file (text must be UTF-8), or {ADVICE}"
+        raise UserError(f"{file} cannot be read ({reason}); {advice}") from error
 
 
 def cut_into_pieces(parts: Iterable[str], is_prompt: bool = False) -> Iterator[Piece]:
@@ -227,8 +230,11 @@ def _iter_parquet(file: str, columns: list[str]) -> Iterator[dict]:
     from pyarrow import parquet
 
     table = parquet.ParquetFile(_download(file))
+    names = table.schema_arrow.names
+    if not set(columns) <= set(names):
+        raise ValueError(f"it needs the columns {columns}, and has {names}")
     for batch in table.iter_batches(BATCH_ROWS, columns=columns):
-        yield from batch.select(columns).to_pylist()  # fails for a column that does not exist
+        yield from batch.select(columns).to_pylist()
 
 
 def _iter_hub(file: str, columns: list[str], config: DataConfig) -> Iterator[dict]:

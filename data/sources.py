@@ -146,6 +146,8 @@ def resolve_source(config: DataConfig) -> Source:
         val_files = find_files(config.val_path, "data.val_path")
     elif config.val_split and config.path is None:
         val_files = hub(replace(config, split=config.val_split))
+    if config.prompt_column is not None and not all(map(is_table, files + val_files)):
+        raise UserError("data.prompt_column is for tables, not for text files; set null")
     if config.separator is not None and all(map(is_table, files + val_files)):
         raise UserError("data.separator is for text files, not for tables; set null")
     shared = set(map(_identify, files)) & set(map(_identify, val_files))

@@ -57,20 +57,14 @@ def record_attention(
     return torch.stack(results)
 
 
-def attention_maps(
-    model: GPT, tokens: Tensor, doc_ids: Tensor | None = None, max_tokens: int | None = None
-) -> Tensor:
-    """Causal attention weights of all layers and heads: tokens (B, T) -> (n_layer, H, T, T).
+def attention_maps(model: GPT, tokens: Tensor, doc_ids: Tensor | None = None) -> Tensor:
+    """Causal attention weights of all layers and heads: tokens (1, T) -> (n_layer, H, T, T).
 
-    They are the weights of the first sequence, for its first max_tokens tokens; None is all. Row i
-    has the weights of the keys j <= i for query i, and sums to 1. The weights are in float32 on the
-    CPU. Arguments and errors: see record_attention.
+    Row i has the weights of the keys j <= i for query i, and sums to 1. The weights are in float32
+    on the CPU. Arguments and errors: see record_attention.
     """
-
-    def measure(scores: Tensor) -> Tensor:
-        return scores[0, :, :max_tokens, :max_tokens].softmax(-1)
-
-    return record_attention(model, tokens, doc_ids, measure).float().cpu()
+    scores = record_attention(model, tokens, doc_ids, torch.clone)
+    return scores[:, 0].softmax(-1).float().cpu()
 
 
 def entropy(weights: Tensor) -> Tensor:
@@ -96,7 +90,7 @@ def score_variance(scores: Tensor) -> Tensor:
 def attention_statistics(
     model: GPT, tokens: Tensor, doc_ids: Tensor | None = None
 ) -> dict[str, float]:
-    """Score variance and entropy, as means over layers and heads.
+    """Score variance and entropy, as means over layers, heads and sequences.
 
     tokens, doc_ids (B, T): as for GPT.backbone.
     """
@@ -105,7 +99,11 @@ def attention_statistics(
         weights = scores.softmax(-1)
         return torch.stack([score_variance(scores).mean(), entropy(weights).mean()])
 
-    means = record_attention(model, tokens, doc_ids, measure).mean(0).tolist()
+    sequences = []
+    for i in range(len(tokens)):  # one sequence at a time, to save memory
+        ids = None if doc_ids is None else doc_ids[i : i + 1]
+        sequences.append(record_attention(model, tokens[i : i + 1], ids, measure))
+    means = torch.stack(sequences).mean(dim=(0, 1)).tolist()
     return {"attention/score_variance": means[0], "attention/entropy": means[1]}
 
 
@@ -129,7 +127,7 @@ def plot_attention(weights: Tensor, path: Path, words: Sequence[str] = ()) -> No
     n_layer, H, T, _ = weights.shape
     labels = [f"'{word}'"[:MAX_LABEL_CHARS] for word in words if T <= MAX_LABELED_TOKENS]
     font = {"fontsize": 7.5, "family": "DejaVu Sans Mono", "parse_math": False}
-    panel_inches = max(2.0, len(labels) / 8)
+    panel_inches = max(2.0, len(labels) / 8) if labels else min(2.0, max(0.5, 11 / H))
     figure = make_figure(panel_inches * H + 2, panel_inches * n_layer + 1)
     panels = figure.subplots(n_layer, H, sharex=True, sharey=True, squeeze=False)
     for layer in range(n_layer):
@@ -139,7 +137,7 @@ def plot_attention(weights: Tensor, path: Path, words: Sequence[str] = ()) -> No
             # Most weights are small, so the color scale is their square root.
             image = axes.imshow(head_weights.numpy(), cmap="Blues", norm=PowerNorm(0.5, 0, 1))
             title = f"layer {layer + 1}, head {head + 1}: {entropy(head_weights):.2f} nats"
-            axes.set_title(title, fontsize=7)
+            axes.set_title(title, fontsize=min(7, 5 * panel_inches))
             axes.set_xticks(range(len(labels)), labels, rotation=90, **font)
             axes.set_yticks(range(len(labels)), labels, **font)
     figure.supxlabel("rows: queries, columns: keys; numbers: entropy", fontsize=9)

@@ -136,8 +136,11 @@ def score_documents(
 
     def iter_texts() -> Iterator[Text]:
         for number, document in enumerate(documents, start=1):
-            words = document[0].text[:80].split()
-            beginnings.append(" ".join(words)[:BEGINNING_CHARS])
+            beginning = "".join(piece.text[:80] for piece in document[:2])
+            label = " ".join(beginning.split())
+            if len(label) > BEGINNING_CHARS:
+                label = label[: BEGINNING_CHARS - 1] + "…"
+            beginnings.append(label)
             parts = [np.array([tokenizer.start_token])]
             num_targets = 0
             for piece in document:

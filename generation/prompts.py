@@ -41,7 +41,7 @@ def read_prompts(path: str) -> list[str]:
     try:
         prompts = [json.loads(line)["prompt"] for line in lines]
         "".join(prompts)  # a TypeError if one is not a string
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         raise UserError(
             f'a line of prompts={path} is not of the form {{"prompt": "..."}}; correct it'
         ) from None

@@ -252,13 +252,17 @@ def import_weights(
         (embedding,) = list_names("wte.weight", config.name)
         tensors[HEAD] = tensors[embedding]  # as in transformers, the file's head has no effect
     with torch.device("meta"):
-        names = GPT(config, vocab_size).state_dict().keys()
+        state = GPT(config, vocab_size).state_dict()
     weights = {}
-    for name in names:
+    for name, expected in state.items():
         parts = [tensors.pop(their_name) for their_name in list_names(name, config.name)]
         weight = torch.cat([_transpose_conv1d(name, part, config.name) for part in parts]).float()
         if name in VOCAB_WEIGHTS:
             weight = weight[:vocab_size]
+        if weight.shape != expected.shape:
+            raise ValueError(
+                f"{name} has the shape {tuple(weight.shape)} instead of {tuple(expected.shape)}"
+            )
         weights[name] = weight
     unused = [name for name in tensors if not BUFFER.search(name)]
     if unused:

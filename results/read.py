@@ -106,10 +106,13 @@ def read_curves(folder: Path) -> dict[str, dict[int, float]]:
     A metric without values has an empty curve. Raises UserError for a damaged file.
     """
     curves: dict[str, dict[int, float]] = defaultdict(dict)
-    for row in read_rows(folder):
+
+    def add_row(row: dict[str, Any]) -> None:
         for name, value in row.items():
             if isinstance(value, int | float):
                 curves[name][row["step"]] = value
+
+    read_rows(folder, add_row)
     return curves
 
 

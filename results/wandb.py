@@ -52,7 +52,7 @@ class WandbExport(AbstractContextManager):
 
         mode: wandb.mode. None: WANDB_MODE, or offline.
         """
-        mode = mode or os.environ.get("WANDB_MODE") or "offline"
+        mode = (mode or os.environ.get("WANDB_MODE") or "offline").lower()
         if mode == "disabled":
             return
         command = [sys.executable, "-P", "-u", "-m", "results.wandb", str(folder), "--mode", mode]

@@ -127,15 +127,16 @@ class Evaluator:
         """Attention maps and attention statistics, if the config requests them."""
         loader = self.loader
         metrics: dict[str, Any] = {}
-        if not (self.config.attention_maps or self.config.attention_stats):
-            return metrics
-        windows = min(STATISTICS_WINDOWS, loader.val_windows)
-        x, _, doc_ids = loader.batch("val", 0, windows, loader.val_windows / windows)
         if self.config.attention_maps:
+            x, _, doc_ids = loader.batch("val", 0, 1)
+            if doc_ids is not None:
+                doc_ids = doc_ids[:, :MAP_TOKENS]
             picture = f"attention/step-{step:06d}.png"
-            maps = attention_maps(model, x, doc_ids, MAP_TOKENS)
+            maps = attention_maps(model, x[:, :MAP_TOKENS], doc_ids)
             plot_attention(maps, self.run.folder / picture)
             metrics["attention_maps"] = picture
         if self.config.attention_stats:
+            windows = min(STATISTICS_WINDOWS, loader.val_windows)
+            x, _, doc_ids = loader.batch("val", 0, windows, loader.val_windows / windows)
             metrics |= attention_statistics(model, x, doc_ids)
         return metrics

@@ -170,8 +170,7 @@ class MetricsLogger:
     def __init__(self, folder: Path):
         self.path = folder / "metrics.jsonl"
         self.newest: dict[str, Any] = {}
-        for row in read_rows(folder):
-            self.newest |= row
+        read_rows(folder, self.newest.update)
         self.rows: list[tuple[dict, Callable[[], dict] | None]] = []
         self.flushed = time.perf_counter()
 

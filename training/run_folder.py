@@ -7,6 +7,7 @@ import json
 import math
 import os
 import secrets
+from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,15 +39,19 @@ def summary_key(name: str) -> str:
 
 def read_config(folder: Path) -> dict:
     """Read config.yaml. Raises UserError if it is damaged."""
-    return read_file(folder / "config.yaml", yaml.safe_load)
+    config = read_file(folder / "config.yaml", lambda text: {**yaml.safe_load(text)})
+    config.get("data", {}).pop("weight", None)  # which earlier versions have written
+    return config
 
 
-def read_rows(folder: Path) -> list[dict]:
-    """Read the rows of metrics.jsonl. Raises UserError if it is damaged."""
-    return read_file(
-        folder / "metrics.jsonl",
-        lambda content: [json.loads(line) for line in content.splitlines()],
-    )
+def read_rows(folder: Path, add_row: Callable[[dict], None]) -> None:
+    """Call add_row with each row of metrics.jsonl. Raises UserError if the file is damaged."""
+
+    def parse(content: bytes) -> None:
+        for line in content.splitlines():
+            add_row(json.loads(line))
+
+    read_file(folder / "metrics.jsonl", parse)
 
 
 def read_trained_config(folder: Path) -> dict:

@@ -182,7 +182,8 @@ def suggest_settings(
             for name, other in BACKENDS.items()
             if other is not refused and missing_feature(other, request) is None
         ]
-        suggestions.append(f"attention={' or '.join(names)}")  # naive, at least
+        if names:
+            suggestions.append(f"attention={' or '.join(names)}")
     return "set " + ", or ".join(suggestions)
 
 

@@ -117,10 +117,10 @@ def test_prompts_that_are_numbers_are_refused(workdir):
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("text.txt", r"there is no prompt in text.txt; .*data.prompt_column"),
+        ("text.txt", r"data.prompt_column is for tables"),
         ("rows.jsonl", r"there is no prompt in rows.jsonl; .*data.prompt_column"),
         ("rows.csv", r"rows.csv .*'q'.*data.prompt_column"),
-        ("rows.parquet", r'rows.parquet .*"q".*data.prompt_column'),
+        ("rows.parquet", r"rows.parquet .*'q'.*data.prompt_column"),
     ],
 )
 def test_prompt_column_that_does_not_exist_is_refused(workdir, path, message):

@@ -81,13 +81,6 @@ def test_keys_outside_the_window_or_the_document_have_no_weight():
     assert (full[:, 5:, :5] == 0).all()
 
 
-def test_maps_can_have_the_first_tokens_only():
-    model = make_peaked_model(GPT2)
-    tokens = random_tokens(1, 24)
-    maps = attention_maps(model, tokens, max_tokens=9)
-    torch.testing.assert_close(maps, attention_maps(model, tokens[:, :9]))
-
-
 def test_weights_of_linear_attention_are_causal_and_sum_to_one():
     maps = attention_maps(make_random_model(MIXED), random_tokens(1))
     torch.testing.assert_close(maps.sum(-1), torch.ones(2, 4, 24))
@@ -220,6 +213,12 @@ def test_prompt_is_plotted_in_the_folder_of_the_run(trained, workdir, capsys):
     out, err = capsys.readouterr()
     assert out == ""
     assert "written  runs/a/attention/prompt.png" in err
+
+
+@pytest.mark.parametrize("prompt", ["", "T"])
+def test_prompt_of_fewer_than_two_tokens_is_refused(trained, capsys, prompt):
+    assert run_command("sample", "run=a", "attention_map=true", f"prompt={prompt}") == 2
+    assert "set a longer prompt" in capsys.readouterr().err
 
 
 # Training

@@ -107,8 +107,9 @@ def test_missing_file_is_refused_with_its_name(exported, file):
         read_folder(exported)
 
 
-def test_weights_of_another_model_are_refused(exported):
-    change_json(exported / "config.json", n_layer=3)
+@pytest.mark.parametrize("changed", [{"n_layer": 3}, {"n_embd": 64}], ids=str)
+def test_weights_of_another_model_are_refused(exported, changed):
+    change_json(exported / "config.json", **changed)
     with pytest.raises(UserError, match=r"model\.safetensors cannot be read"):
         read_folder(exported)
 
