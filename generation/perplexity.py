@@ -136,7 +136,7 @@ def score_documents(
 
     def iter_texts() -> Iterator[Text]:
         for number, document in enumerate(documents, start=1):
-            beginning = "".join(piece.text[:80] for piece in document[:2])
+            beginning = "".join(piece.text[:80] for piece in document)
             label = " ".join(beginning.split())
             if len(label) > BEGINNING_CHARS:
                 label = label[: BEGINNING_CHARS - 1] + "…"
