@@ -136,8 +136,7 @@ def _plot_bars(axes, metric: Metric, labels: list[str], values: list[Value]) -> 
         alpha=0.75,
     )
     axes.bar_label(bars, fmt=metric.format, padding=3)
-    axes.xaxis.set_major_formatter(lambda number, position: metric.format(number))
-    axes.locator_params(axis="x", nbins=4)
+    axes.set_xticks([])  # the bars have their values
     axes.margins(x=0.25)
     axes.tick_params(axis="y", labelsize=9)
     axes.invert_yaxis()

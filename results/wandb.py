@@ -33,6 +33,8 @@ from training.run_folder import read_config, summary_key
 FINISH_TIMEOUT_S = 15
 NOTICE_S = 3  # a longer wait is explained
 POLL_INTERVAL_S = 0.2
+# A folder that can be exported has one of them.
+EXPORTED_FILES = ("metrics.jsonl", "attention.csv", "sweep.json", "comparison.csv")
 PINNED_KEYS = ("attention.resolved", "dtype", "device_name")  # wandb shows them first
 
 
@@ -95,8 +97,9 @@ def main() -> int:
     parser.add_argument("--mode", default="offline", help="offline or online")
     parser.add_argument("--follow", type=int, metavar="PID", help="process that writes the folder")
     arguments = parser.parse_args()
-    if not arguments.folder.is_dir():
-        parser.error(f"{arguments.folder} is not a folder; set runs/NAME or runs/sweeps/NAME")
+    if not any((arguments.folder / name).exists() for name in EXPORTED_FILES):
+        advice = "set runs/NAME, runs/sweeps/NAME or runs/bench/NAME"
+        parser.error(f"{arguments.folder} is not the folder of a run, a sweep or a bench; {advice}")
     os.nice(10)  # training has priority
     try:
         export_folder(arguments.folder, arguments.mode, arguments.follow)
@@ -303,7 +306,7 @@ def export_comparison(folder: Path, mode: str) -> None:
         id=summary.get("wandb_id") and f"{summary['wandb_id']}-comparison",
         name=f"{folder.name} comparison",
         job_type="compare",
-        notes="\n".join(map(describe_variant, rows)),
+        notes="\n".join(describe_variant(row, rows[0]) for row in rows),
     )
     log_table(run, rows, "{variant}", folder / "comparison.png")
 
@@ -321,13 +324,16 @@ def log_table(run: Any, rows: list[dict[str, Any]], label: str, picture: Path) -
     run.finish()
 
 
-def describe_variant(row: dict[str, Any]) -> str:
-    """One line: the verdict, and the columns of the terminal's table."""
+def describe_variant(row: dict[str, Any], baseline: dict[str, Any]) -> str:
+    """One line: the verdict, the columns of the terminal's table, and the ratio of step times."""
     cells = [f"{row['variant']}: {row['verdict'] or row['status']}"]
     for name, metric in METRICS.items():
         value = row.get(name.replace("/", "_"))
         if metric.header and name != "variant" and value is not None:
             cells.append(f"{metric.header} {metric.format(value)}")
+    is_same_device = row.get("device_name") == baseline.get("device_name")
+    if row is not baseline and is_same_device and row["step_ms"] and baseline["step_ms"]:
+        cells.append(f"steps {baseline['step_ms'] / row['step_ms']:.2f} times as fast")
     return "; ".join(cells)
 
 

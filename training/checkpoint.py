@@ -51,7 +51,7 @@ def make_checkpoint_header(config: RunConfig, meta: dict) -> dict[str, Any]:
     return {
         "model_config": asdict(config.model),
         "vocab_size": meta["vocab_size"],
-        "tokenizer": meta["tokenizer"],  # of to_spec in data/tokenizer.py
+        "tokenizer": meta["tokenizer"],  # made by to_spec (data/tokenizer.py)
         "identity": identity,
         "config": asdict(config),
     }

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import textwrap
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -123,8 +122,8 @@ class RunLogger(AbstractContextManager):
         self.bar.print_text(f"step {state.step}: {loss}{best}", style="bold")
         sample = metrics.get("sample", "").strip("\n")
         if sample:
-            lines = textwrap.indent(sample, "  | ", lambda line: True)
-            self.bar.print_text(lines, "  | ", style="dim")
+            margin = "  | "
+            self.bar.print_text(margin + sample.replace("\n", f"\n{margin}"), margin, style="dim")
         # without a best step, no validation loss was finite
         if state.evals_since_best == OVERFITTING_EVALS and state.best_step is not None:
             advice = "start another run with a lower optimizer.lr"

@@ -164,11 +164,9 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     if is_in_table(device) and not is_tf32:
         half_peak, float32_peak = GPU_PEAK[torch.cuda.get_device_name(device)]
         return float32_peak if is_float32 else half_peak
-    size = 8192
-    min_calls = MAX_PRODUCTS  # the first one loads kernels
-    if device.type != "cuda":
-        size = 1024
-        min_calls = 1  # some CPUs need seconds for a product in bfloat16
+    size = 8192 if device.type == "cuda" else 1024
+    # The first product on a GPU loads kernels. Some CPUs need seconds for a product in bfloat16.
+    min_calls = 1 if device.type == "cpu" else MAX_PRODUCTS
     a = torch.randn(size, size, device=device).to(dtype)
     fastest = min(time_calls(lambda: a @ a, device, min_calls, PRODUCT_SECONDS, MAX_PRODUCTS))
     return 2 * size**3 / fastest

@@ -296,9 +296,9 @@ flash,flash,decode,window:8,float32,512,2.5,2e-07
 cudnn,,forward,causal,float32,128,,
 """
 COMPARISON = """\
-variant,status,kernel,val_loss,val_loss_low,difference,verdict,speedup,step_ms,peak_memory_bytes
-attention=naive,2 finished,naive,1.5,1.4,,,,12.0,1048576
-attention=flash,2 finished,flash,1.5,1.4,1e-05,same up to rounding,1.2,10.0,2097152
+variant,status,kernel,device_name,val_loss,val_loss_low,verdict,speedup,step_ms,peak_memory_bytes
+attention=naive,2 finished,naive,A,1.5,1.4,,,12.0,1048576
+attention=flash,2 finished,flash,A,1.5,1.4,same up to rounding,1.2,10.0,2097152
 """
 
 
@@ -358,11 +358,28 @@ def test_sweep_has_its_runs_and_their_comparison(trained):
     first, second = comparison.run["notes"].splitlines()
     assert first.startswith("attention=naive: 2 finished; kernel naive; val loss 1.5000; step, ms")
     assert second.startswith("attention=flash: same up to rounding; kernel flash; val loss 1.5000")
-    assert second.endswith("speedup 1.20; step, ms 10.0; memory 2 MiB")
+    assert second.endswith("speedup 1.20; step, ms 10.0; memory 2 MiB; steps 1.20 times as fast")
+    assert "times as fast" not in first
     assert comparison.summary["step_ms/attention_flash"] == 10
     assert comparison.summary["verdict/attention_flash"] == "same up to rounding"
     assert len(comparison.read_table("table")) == 2
     assert comparison.read_media("picture") == [PICTURE.read_bytes()]
+
+
+@pytest.mark.parametrize("device", ["B", ""], ids=["another device", "unknown"])
+def test_notes_compare_no_times_of_different_devices(device):
+    baseline = {"step_ms": 12.0, "device_name": "A"}
+    row = {"variant": "b", "verdict": "", "status": "", "step_ms": 10.0, "device_name": device}
+    assert "times as fast" not in exporter.describe_variant(row, baseline)
+
+
+def test_folder_without_results_is_refused(workdir):
+    (workdir / "runs").mkdir()
+    command = [sys.executable, "-m", "results.wandb", "runs"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, text=True, capture_output=True)
+    assert done.returncode == 2
+    assert "set runs/NAME" in done.stderr.splitlines()[-1]
 
 
 def test_output_of_compare_is_a_run_of_its_own(workdir):

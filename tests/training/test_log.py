@@ -94,7 +94,7 @@ def test_speed_in_the_summary_is_a_median_without_warmup(run, rows):
 # Overfitting
 
 
-def print_evaluation(best_step: int, evals_since_best: int) -> str:
+def print_evaluation(best_step: int, evals_since_best: int, **metrics) -> str:
     """What an evaluation prints. 4 steps are an epoch."""
     lines = []
     logger = RunLogger.__new__(RunLogger)
@@ -104,8 +104,13 @@ def print_evaluation(best_step: int, evals_since_best: int) -> str:
     logger.state.best_step = best_step
     logger.state.evals_since_best = evals_since_best
     logger.bar = SimpleNamespace(print_text=lambda *text, **style: lines.append(text[0]))
-    logger._print_evaluation({"val/loss": 1.0, "val/bpb": 1.0})
+    logger._print_evaluation({"val/loss": 1.0, "val/bpb": 1.0} | metrics)
     return "\n".join(lines)
+
+
+def test_sample_is_broken_at_newlines_only():
+    printed = print_evaluation(10, 0, sample="a\x0cb\x1ec\n\u2028d")
+    assert printed.endswith("\n  | a\x0cb\x1ec\n  | \u2028d")
 
 
 @pytest.mark.parametrize(
