@@ -1,7 +1,9 @@
 """Fixtures for all tests: a folder with a document, a trained run, and commands in this process."""
 
+import getpass
 import os
 import signal
+import tempfile
 from pathlib import Path
 
 # `pytest &` in a script ignores Ctrl-C, and nohup ignores SIGHUP. The processes that tests start
@@ -21,7 +23,6 @@ import pytest
 import torch
 from helpers import TEXT, run_command, train_here
 from run_helpers import copy_here, restored_signal_handlers, train_in
-from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 
 def pytest_collection_modifyitems(items):
@@ -38,8 +39,9 @@ def temporary_folder(tmp_path_factory):
     """torchrun and wandb leave temporary files, here in a folder that pytest removes later."""
     folder = tmp_path_factory.mktemp("tmp")
     with pytest.MonkeyPatch.context() as patch:
-        # Compiled kernels stay in PyTorch's folder: all workers and later sessions use them.
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", cache_dir())
+        # Compiled kernels stay in one folder: all workers and later sessions use them.
+        kernels = Path(tempfile.gettempdir()) / f"trilgpt-compiled-{getpass.getuser()}"
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(kernels))
         patch.setenv("TMPDIR", str(folder))
         patch.setattr("tempfile.tempdir", None)  # read TMPDIR again
         yield

@@ -5,7 +5,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -157,13 +157,19 @@ def is_in_table(device: torch.device) -> bool:
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Peak FLOP/s of matrix products on one device.
 
-    From GPU_PEAK, otherwise of the fastest of a few large products.
+    From GPU_PEAK, otherwise measured.
     """
     is_float32 = dtype == torch.float32
     is_tf32 = is_float32 and torch.get_float32_matmul_precision() != "highest"
     if is_in_table(device) and not is_tf32:
         half_peak, float32_peak = GPU_PEAK[torch.cuda.get_device_name(device)]
         return float32_peak if is_float32 else half_peak
+    return measure_peak_flops(device, dtype)
+
+
+@cache
+def measure_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Peak FLOP/s of the fastest of a few large products, measured once per process."""
     size = 8192 if device.type == "cuda" else 1024
     # The first product on a GPU loads kernels. Some CPUs need seconds for a product in bfloat16.
     min_calls = 1 if device.type == "cpu" else MAX_PRODUCTS

@@ -30,14 +30,14 @@ def estimate(loss: float, steps: int = STEPS) -> Value:
 
 
 def simulate_coverage(speedup: float, seeds: int, noise: float, time_noise: float) -> float:
-    """Fraction of 1,000 simulated sweeps whose interval contains the true speedup.
+    """Fraction of 500 simulated sweeps whose interval contains the true speedup.
 
     noise: standard deviation of single losses. time_noise: of the logarithm of single step times.
     Both share an offset of each seed, and the variant's steps take 5 % longer than the baseline's.
     """
     generator = np.random.default_rng(seeds)
     covering = 0
-    for _ in range(1000):
+    for _ in range(500):
         offsets = generator.normal(0, 0.05, size=(seeds, 1))
         curves = true_loss(np.array(LENGTHS)) + offsets
         curves += generator.normal(0, noise, size=curves.shape)
@@ -48,15 +48,17 @@ def simulate_coverage(speedup: float, seeds: int, noise: float, time_noise: floa
         low = -math.inf if result.low is None else result.low
         high = math.inf if result.high is None else result.high
         covering += low <= speedup <= high
-    return covering / 1000
+    return covering / 500
 
 
-@pytest.mark.parametrize(("speedup", "seeds"), [(0.85, 3), (1.0, 5), (1.15, 10)])
-@pytest.mark.parametrize(("noise", "time_noise"), [(0.001, 0.0), (0.005, 0.02)])
+@pytest.mark.parametrize(
+    ("speedup", "seeds", "noise", "time_noise"),
+    [(0.85, 3, 0.001, 0.0), (1.0, 5, 0.005, 0.02), (1.15, 10, 0.001, 0.02), (0.85, 3, 0.005, 0.0)],
+)
 def test_intervals_contain_the_true_speedup_in_simulated_sweeps(seeds, speedup, noise, time_noise):
     coverage = simulate_coverage(speedup, seeds, noise, time_noise)
-    # four standard errors of 1,000 sweeps are 0.028
-    assert coverage == pytest.approx(0.95, abs=0.03)
+    # four standard errors of 500 sweeps are 0.039
+    assert coverage == pytest.approx(0.95, abs=0.04)
 
 
 @pytest.mark.parametrize(
