@@ -23,6 +23,7 @@ from common.errors import UserError
 from common.run_paths import RUNS, SWEEPS
 from common.settings import check, flatten_dict, format_value, set_values
 from data.sources import resolve_source
+from model.config import GPTConfig
 from training.config import MuonConfig, RunConfig
 from training.run_folder import read_config, read_trained_config
 
@@ -208,7 +209,8 @@ def select_values(config: RunConfig, preset: str) -> dict[str, Any]:
     """The values of a preset for keys of a config that nothing else has set."""
     set_keys = config.set_keys
     block_size = config.model.block_size if "model.block_size" in set_keys else None
-    values = dict(preset_values(preset, block_size))
+    batch_size = config.train.batch_size if "train.batch_size" in set_keys else None
+    values = dict(preset_values(preset, block_size, batch_size))
     if "model.n_embd" in set_keys and "model.n_head" in values:
         values["model.n_head"] = max(1, config.model.n_embd // HEAD_DIM)
     # steps of the user replace the epochs of a preset, and epochs its steps
@@ -247,24 +249,42 @@ def parse_preset(preset: str | None) -> tuple[float, float] | None:
 
 
 @cache
-def preset_values(preset: str, block_size: int | None = None) -> dict[str, Any]:
+def preset_values(
+    preset: str, block_size: int | None = None, batch_size: int | None = None
+) -> dict[str, Any]:
     """The values of a preset by key, such as model.n_layer. Raises UserError if it is unknown.
 
-    block_size: of the user. A preset with FLOPs keeps its tokens per step; None: it has its own.
+    block_size, batch_size: of the user; None: of the preset. A run keeps the tokens of its preset.
+    With another block_size, a step keeps its tokens, too.
     """
     if preset in SIZES:
-        column = list(SIZES).index(preset)
-        return {key: values[column] for key, values in PRESETS.items()}
+        return values_for_size(preset, block_size, batch_size)
     numbers = parse_preset(preset)
     if numbers is None:
         raise UserError(
             f"preset={format_value(preset)} is unknown; set auto, {', '.join(SIZES)}, or "
             "BYTES-FLOPS as in 1.1e6-6.3e13"
         )
-    return values_for_flops(*numbers, block_size)
+    return values_for_flops(*numbers, block_size, batch_size)
 
 
-def values_for_flops(text_bytes: float, flops: float, block_size: int | None) -> dict[str, Any]:
+def values_for_size(size: str, block_size: int | None, batch_size: int | None) -> dict[str, Any]:
+    """The values of one of SIZES, by key."""
+    column = list(SIZES).index(size)
+    values = {key: values[column] for key, values in PRESETS.items()}
+    step_tokens = values["train.batch_size"] * GPTConfig.block_size
+    block_size = block_size or GPTConfig.block_size
+    batch_size = batch_size or max(1, round(step_tokens / block_size))
+    values["train.batch_size"] = batch_size
+    for key in ("train.steps", "eval.every"):
+        tokens = values[key] * step_tokens
+        values[key] = math.ceil(tokens / (batch_size * block_size))
+    return values
+
+
+def values_for_flops(
+    text_bytes: float, flops: float, block_size: int | None, batch_size: int | None
+) -> dict[str, Any]:
     """The values of the preset for a text and FLOPs, by key."""
 
     def by_both(key: str) -> float:
@@ -280,7 +300,8 @@ def values_for_flops(text_bytes: float, flops: float, block_size: int | None) ->
     vocab_size = 32 * round(by_both("vocab_size") / 32)
     if block_size is None:
         block_size = 2 ** round(math.log2(by_both("block_size")))
-    batch_size = max(1, 2 ** round(math.log2(by_both("batch_tokens") / block_size)))
+    if batch_size is None:
+        batch_size = max(1, 2 ** round(math.log2(by_both("batch_tokens") / block_size)))
     # 6 FLOPs per weight and token; attention is left out
     flops_per_token = 6 * n_embd * (12 * n_layer * n_embd + vocab_size)
     epochs = two_digits(by_both("epochs"))

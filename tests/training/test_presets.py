@@ -133,6 +133,28 @@ def test_largest_preset_has_the_defaults_of_the_dataclasses(tmp_path):
     assert config == RunConfig(preset="10MB", data=config.data)
 
 
+@pytest.mark.parametrize(
+    ("words", "batch_size", "block_size"),
+    [
+        (["model.block_size=512"], 4, 512),
+        (["model=gpt2"], 2, 1024),
+        (["train.batch_size=32"], 32, 128),
+        (["train.batch_size=3", "model.block_size=64"], 3, 64),
+    ],
+)
+def test_run_keeps_the_tokens_of_its_preset(words, batch_size, block_size, text):
+    config = choose(text, *words)
+    assert (config.train.batch_size, config.model.block_size) == (batch_size, block_size)
+    step_tokens = batch_size * block_size
+    expected = choose(text)
+    assert config.train.steps * step_tokens == pytest.approx(
+        expected.train.steps * 16 * 128, abs=step_tokens
+    )
+    assert config.eval.every * step_tokens == pytest.approx(
+        expected.eval.every * 16 * 128, abs=step_tokens
+    )
+
+
 @pytest.mark.parametrize("preset", ["2MB", "1.0e6", "none"])
 def test_unknown_preset_is_refused(preset, text):
     with pytest.raises(UserError, match=f"preset={preset} is unknown; set auto, 20kB"):
@@ -256,7 +278,6 @@ def test_steps_replace_the_epochs_of_a_preset(text):
         ("model.n_head=4", "model", "n_head", 4),
         ("model.n_embd=256", "model", "n_embd", 256),
         ("model.n_embd=256", "model", "n_head", 4),
-        ("train.batch_size=6", "train", "batch_size", 6),
         ("train.epochs=0.5", "train", "epochs", 0.5),
     ],
 )
@@ -275,6 +296,12 @@ def test_step_keeps_its_tokens_with_another_context_length(block_size, text):
     assert config.train.micro_batch_size == max(1, 16384 // block_size)
     tokens_per_evaluation = expected.eval.every * 4096
     assert config.eval.every * tokens == pytest.approx(tokens_per_evaluation, abs=tokens)
+
+
+def test_evaluations_keep_their_tokens_with_another_batch(text):
+    expected = choose(text, *ONE_MINUTE)
+    config = choose(text, *ONE_MINUTE, f"train.batch_size={expected.train.batch_size * 2}")
+    assert config.eval.every == pytest.approx(expected.eval.every / 2, abs=1)
 
 
 # The speed
