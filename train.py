@@ -71,7 +71,7 @@ def main(config: RunConfig) -> int:
     dist.connect(device, runtime.dtype)  # refuses processes with different dtypes
 
     with ExitStack() as stack:
-        export = stack.enter_context(WandbExport())  # waits after the run folder is complete
+        export = stack.enter_context(WandbExport())  # exits last, and waits for wandb
         # run folder: its name, its lock, and whether the run resumes
         run = stack.enter_context(RunFolder(config, dist))
 
@@ -141,7 +141,7 @@ def main(config: RunConfig) -> int:
                 runtime.parallel.sync_gradients(wrapped_model, enabled=is_last)
                 with logger.phase("forward"), runtime.autocast():
                     loss_sum = wrapped_model(x, y, doc_ids=doc_ids, reduction="sum")
-                    micro_loss = loss_sum / targets_per_rank
+                    micro_loss = loss_sum / targets_per_rank  # a summand of the step's loss
                 with logger.phase("backward"):
                     scaler.scale(micro_loss).backward()
                 loss += micro_loss.detach()
@@ -154,12 +154,12 @@ def main(config: RunConfig) -> int:
             state.count_step(dist, stop.requested)  # all processes agree on time and stop
 
             # evaluate, log and save
-            lr = config.optimizer.lr * scale
+            lr = config.optimizer.lr * scale  # for the log
             metrics = {"train/loss": dist.all_reduce_mean(loss), "grad_norm": grad_norm, "lr": lr}
             evaluates = state.step % config.eval.every == 0 or state.progress >= 1
             if evaluates:
                 metrics |= evaluator.evaluate(state)
-            if evaluates and state.stopped:  # the resumed run repeats the evaluation
+            if evaluates and state.stopped:  # the resumed run evaluates again, and logs the row
                 state.unlogged = metrics
             else:
                 logger.log_step(metrics)

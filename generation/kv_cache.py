@@ -52,7 +52,8 @@ class LayerKVCache:
     def __init__(self, num_rows: int, size: int):
         self.num_rows = num_rows
         self.size = size
-        self.k = torch.empty(num_rows, 0)  # (num_rows, G, size, D)
+        # empty until the first prefill, then (num_rows, G, size, D)
+        self.k = torch.empty(num_rows, 0)
         self.v = torch.empty(num_rows, 0)
         # (num_rows, 1, G, ...): the newest key of each row, for a key offset
         self.last_key = torch.empty(num_rows, 0)
@@ -92,7 +93,7 @@ class LayerKVCache:
             slots = step.positions % self.size
             self.k[row_ids, :, slots] = k[:, 0]  # (B, G, D): one slot of each row
             self.v[row_ids, :, slots] = v[:, 0]
-            # Mask the empty slots of a row. A full buffer has none.
+            # As positions of the queries, they mask the empty slots. A full buffer has none.
             last_slots = step.positions.clamp(max=self.size - 1).unsqueeze(1)  # (B, 1)
         S = min(step.max_tokens, self.size)
         keys = self.k[:B, :, :S].transpose(1, 2)  # (B, S, G, D)
@@ -110,6 +111,7 @@ class LayerKVCache:
         if self.last_key.numel() == 0:
             self.last_key = k.new_zeros(self.num_rows, 1, *k.shape[2:])
         batch = torch.arange(B, device=k.device).unsqueeze(1)
+        # index `length` is the last token, or the zero of an empty prompt
         self.last_key[step.first_row : step.first_row + B] = k[batch, step.lengths]
         return k[:, :-1]
 

@@ -111,7 +111,7 @@ class CausalSelfAttention(nn.Module):
         q, k = qk.type_as(v).split((config.n_head, config.kv_heads), dim=2)
         if config.key_offset:
             k = self.offset_keys(k, shared)
-        positions = None  # of the queries among the keys: the last ones
+        positions = None  # index of each query among the keys; None: the last ones
         if shared.kv_cache is not None:
             k, v, positions = shared.kv_cache.update(self.layer, k, v)
         y = self.attend(  # (B, T, H, D)
@@ -236,7 +236,7 @@ class GPT(nn.Module):
         for name, p in self.named_parameters():
             if name.endswith("bias") or name.startswith("ngrams."):
                 nn.init.zeros_(p)
-            elif p.ndim < 2:  # of norms
+            elif p.ndim < 2:  # of norms, and other vectors
                 nn.init.ones_(p)
             elif name.endswith("proj.weight"):  # into the residual
                 nn.init.normal_(p, std=residual_std)
@@ -290,8 +290,8 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Hidden states after the final norm: tokens (B, T) -> (B, T, C).
 
-        doc_ids (B, T): document of each token. Tokens attend within their document, and without
-            `positions`, its positions start at 0.
+        doc_ids (B, T): document of each token. Tokens attend within their document. Positions
+            start at 0 in each document, unless `positions` is set.
         positions (B, T): position of each token; by default counted from 0. Rotary positions may
             exceed block_size.
         kv_cache: stores the keys and values of earlier tokens (generation/kv_cache.py).
@@ -335,9 +335,9 @@ class GPT(nn.Module):
         temperature: divides the logits; above 0.
         top_k: sample from the k most likely tokens; None is all.
 
-        Each token is one forward pass over the last block_size tokens, without a KV cache. Up to
-        block_size tokens, this is the reference for the faster generation/engine.py. Call eval()
-        first.
+        Each token is one forward pass over the last block_size tokens, without a KV cache. This is
+        the reference for the faster generation/engine.py up to block_size tokens; then the engine
+        keeps the cache of the tokens before. Call eval() first.
         """
         for _ in range(max_new_tokens):
             x = self.backbone(tokens[:, -self.config.block_size :])

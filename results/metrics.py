@@ -44,7 +44,7 @@ class Metric:
     # header in the terminal's table and in the notes of wandb; None: only comparison.csv has it
     header: str | None = None
     format: Callable[[Any], str] = str
-    compare: str | None = None  # MEAN, ...; None: not compared
+    compare: str | None = None  # MEAN, ...; None: not compared, and without a header
     note: str | None = None  # explains the column below the terminal's table
     in_plot: bool = False  # bars in comparison.png
     # options of wandb's define_metric, for a column of metrics.jsonl that needs some
