@@ -27,10 +27,13 @@ from results.read import is_sweep
 
 def main(config: CompareConfig) -> int:
     """Compare the runs, write the files, and print the table. Returns exit code 0."""
-    folders = [RUNS / name if (RUNS / name).is_dir() else Path(name) for name in config.folders]
+    folders = [
+        RUNS / name if (RUNS / name).is_dir() else Path(name).expanduser()
+        for name in config.folders
+    ]
     out = RUNS / "comparison"
     if config.out is not None:
-        out = Path(config.out)
+        out = Path(config.out).expanduser()
     elif len(folders) == 1 and is_sweep(folders[0]):
         out = folders[0]
     rows = compare(folders, out)

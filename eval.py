@@ -18,7 +18,6 @@ if __name__ == "__main__":  # before the slow imports below, so that a typo is r
     config = parse_config("eval", __doc__)
 
 import json
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -37,15 +36,15 @@ MAX_TABLE_ROWS = 20  # documents in the printed table; out=FILE.jsonl has all
 
 
 def main(config: EvalScriptConfig) -> int:
-    check_output(config.out)
+    out = check_output(config.out)
     if config.tasks is None:
         rows = score_data(config)
         shown = [*rows[:-1][:MAX_TABLE_ROWS], rows[-1]]
     else:
         rows = score_tasks(config, config.tasks.split(","))
         shown = rows
-    if config.out is not None:
-        atomic_write(Path(config.out), "".join(json.dumps(row) + "\n" for row in rows))
+    if out is not None:
+        atomic_write(out, "".join(json.dumps(row) + "\n" for row in rows))
         print_text(f"written  {config.out}", stderr=True)
     PlainConsole().print(make_results_table(shown))
     return 0

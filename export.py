@@ -34,7 +34,7 @@ from model import GPTConfig
 def main(config: ExportConfig) -> int:
     run = find_run(config.run)
     path = find_checkpoint(config.run, config.checkpoint)
-    out = Path(config.out or run / "huggingface")
+    out = Path(config.out or run / "huggingface").expanduser()
     checkpoint = load_checkpoint(path)
     model_type = find_architecture(GPTConfig.from_saved(checkpoint["model_config"]), run.name)
     with new_folder(out) as unfinished:

@@ -53,7 +53,7 @@ Samples = Iterator[tuple[int, Iterator[TextChunk]]]  # index and chunks of each 
 
 def main(config: SampleConfig) -> int:
     prompts = load_prompts(config.prompt, config.prompt_file, config.prompts)
-    check_output(config.out)
+    out = check_output(config.out)
     batch_size = min(config.batch_size, len(prompts) * config.num_samples)
     config = replace(config, stop=unescape(config.stop), batch_size=batch_size)
     model, tokenizer, path = load_for_inference(config, batch_size > 1)
@@ -75,7 +75,7 @@ def main(config: SampleConfig) -> int:
     if config.prompts is None:
         num_tokens = print_samples(samples, prompts[0], config.num_samples)
     else:
-        num_tokens = write_samples(samples, prompts, config)
+        num_tokens = write_samples(samples, prompts, config, out)
     seconds = time.perf_counter() - started
     print_text(
         f"{num_tokens:,} tokens in {seconds:.1f} s, {num_tokens / seconds:,.0f} tokens/s",
@@ -98,7 +98,9 @@ def print_samples(samples: Samples, prompt: str, num_samples: int) -> int:
     return num_tokens
 
 
-def write_samples(samples: Samples, prompts: list[str], config: SampleConfig) -> int:
+def write_samples(
+    samples: Samples, prompts: list[str], config: SampleConfig, out: Path | None
+) -> int:
     """Write a JSON object per sample to stdout, or to `out` at the end. Returns as above."""
     total = len(prompts) * config.num_samples
     num_tokens = 0
@@ -114,12 +116,12 @@ def write_samples(samples: Samples, prompts: list[str], config: SampleConfig) ->
                 "ended": chunks[-1].finish_reason,
             }
             lines.append(json.dumps(row, ensure_ascii=False) + "\n")
-            if config.out is None:
+            if out is None:
                 show(lines[-1])
             num_tokens += chunks[-1].n_tokens
             bar.show(index + 1, f"{index + 1:,} of {total:,} samples")
-    if config.out is not None:
-        atomic_write(Path(config.out), "".join(lines))
+    if out is not None:
+        atomic_write(out, "".join(lines))
         print_text(f"written  {config.out}", stderr=True)
     return num_tokens
 

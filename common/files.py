@@ -54,12 +54,16 @@ def atomic_write(path: Path, content: bytes | str) -> None:
         file.write(content)
 
 
-def check_output(out: str | None) -> None:
-    """Raise UserError if the file `out` exists, or if its folder does not exist."""
-    if out is not None and (Path(out).exists() or not Path(out).parent.is_dir()):
+def check_output(out: str | None) -> Path | None:
+    """The path of the new file `out`. Raises UserError if it exists, or if its folder does not."""
+    if out is None:
+        return None
+    path = Path(out).expanduser()
+    if path.exists() or not path.parent.is_dir():
         raise UserError(
             f"out={out} exists, or its folder does not; set a new file in a folder that exists"
         )
+    return path
 
 
 @contextmanager
@@ -107,7 +111,9 @@ def read_text(path: str) -> str:
     Raises UserError.
     """
     return read_file(
-        Path(path), lambda content: content.decode("utf-8-sig"), "set a text file in UTF-8"
+        Path(path).expanduser(),
+        lambda content: content.decode("utf-8-sig"),
+        "set a text file in UTF-8",
     )
 
 

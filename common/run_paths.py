@@ -49,7 +49,7 @@ def find_run(name: str) -> Path:
     files = [*RUNS.glob("*/checkpoints/*.pt"), *SWEEPS.glob("*/*/checkpoints/*.pt")]
     files.sort(key=lambda path: path.stat().st_mtime, reverse=True)
     newest = list(dict.fromkeys(path.parents[1] for path in files))
-    path = Path(name)
+    path = Path(name).expanduser()
     if path.parent.name == "checkpoints":
         path = path.parents[1]
     candidates = newest[:1] if name == "last" else [RUNS / path, path]

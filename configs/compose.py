@@ -69,15 +69,18 @@ def read_files(script: str, choices: dict[str, str], config_dir: str | None) -> 
     folders = [CONFIGS]
     words = []
     if config_dir is not None:
-        if not config_dir or not Path(config_dir).is_dir():
+        folder = Path(config_dir).expanduser()
+        if not config_dir or not folder.is_dir():
             raise UserError(f"--config-dir={config_dir} is not a folder; set one with YAML files")
-        folders.append(Path(config_dir).resolve())
+        folders.append(folder.resolve())
         path = str(folders[1]).replace("\\", "\\\\").replace("'", "\\'")  # in Hydra's grammar
         words.append(f"hydra.searchpath=['file://{path}']")
     for group, choice in choices.items():
         options = list_choices(group, folders)
         if choice not in options:
             suggestion = did_you_mean(choice, options, {})
+            if group == "data" and Path(choice).suffix:
+                suggestion = f" (did you mean data.path={choice}?)"
             advice = f"set one of {', '.join(options)}{describe_commas(choice)}"
             raise UserError(f"{group}={choice} is unknown{suggestion}; {advice}")
         words.append(f"{'experiment@_global_' if group == 'experiment' else group}={choice}")
@@ -110,6 +113,11 @@ def parse_text(script: str, key: str, text: Any, kinds: dict[str, Any]) -> Any:
     kind = kinds.get(key)
     if kind is None:
         suggestion = did_you_mean(key, [*kinds, *list_groups(script)], SYNONYMS)
+        recipe = Path(key).stem.removeprefix("train_")
+        if "experiment" in list_groups(script) and recipe in list_choices("experiment", [CONFIGS]):
+            suggestion = f" (did you mean experiment={recipe}?)"  # nanoGPT's config/train_NAME.py
+        elif "run" in kinds and not text and not key.startswith("-"):
+            suggestion = f" (did you mean run={key}?)"
         hint = "" if text else " (text with spaces needs quotes)"
         raise UserError(f"{key}: there is no such key{suggestion}; see --help and --cfg job{hint}")
     try:

@@ -3,11 +3,11 @@
 All jobs are composed and checked before sweep/ starts the first one.
 """
 
+import hashlib
 import itertools
 import os
 import re
 from argparse import Namespace
-from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -61,10 +61,14 @@ def list_values(words: list[str]) -> dict[str, list[str]]:
         for word in words:
             key, _, value = word.partition("=")
             values[key] = [value]
-            with suppress(OverrideParseException):  # a value such as a path with ( and )
+            try:
                 (override,) = parser.parse_overrides([word])
-                if override.is_discrete_sweep():
-                    values[key] = list(override.sweep_iterator(format_swept_value))
+            except OverrideParseException:  # such as paths with parentheses or in Chinese
+                if not value.startswith("["):
+                    values[key] = value.split(",")
+                continue
+            if override.is_discrete_sweep():
+                values[key] = list(override.sweep_iterator(format_swept_value))
     return values
 
 
@@ -87,7 +91,7 @@ def make_jobs(words: list[str], config_dir: str | None) -> list[Job]:
     keys = sorted(values, key=lambda key: key != "seed")
     products = itertools.product(*(values[key] for key in keys))
     combinations = [dict(zip(keys, product, strict=True)) for product in products]
-    names = [name_job({key: texts[key] for key in swept}) for texts in combinations]
+    names = name_jobs([{key: texts[key] for key in swept} for texts in combinations])
     all_words = [[f"{key}={text}" for key, text in texts.items()] for texts in combinations]
     # choose_preset measures the speed once
     configs = [choose_preset(compose_config("train", job, config_dir)) for job in all_words]
@@ -116,6 +120,17 @@ def make_jobs(words: list[str], config_dir: str | None) -> list[Job]:
             arguments = ["--config-dir", config_dir, *arguments]
         jobs.append(Job(name, SWEEPS / sweep / name, arguments, settings))
     return jobs
+
+
+def name_jobs(combinations: list[dict[str, str]]) -> list[str]:
+    """Name jobs by their swept values. Equal names of different values get a hash."""
+    readable = [name_job(values) for values in combinations]
+    names = []
+    for name, values in zip(readable, combinations, strict=True):
+        if readable.count(name) > 1:
+            name += f"-{hashlib.sha256(repr(values).encode()).hexdigest()[:6]}"
+        names.append(name)
+    return names
 
 
 def name_job(values: dict[str, str]) -> str:

@@ -3,7 +3,7 @@
 import pytest
 from config_helpers import name_case, refuse
 from data_helpers import write_file
-from helpers import TINY
+from helpers import TEXT, TINY
 
 from common.errors import UserError
 from configs.cli import parse_config
@@ -29,6 +29,8 @@ SWEEP = ["-m", "seed=1,2"]
         ("data.path='a, b.txt',c.txt", ["a, b.txt", "c.txt"]),
         ('data.path=["a, b.txt"],["c.txt"]', ['["a, b.txt"]', '["c.txt"]']),
         ("wandb.project='1e3','007'", ["1e3", "007"]),
+        ("data.path=北.txt,南.txt", ["北.txt", "南.txt"]),
+        ("data.path=a (1).txt,b.txt", ["a (1).txt", "b.txt"]),
         # one value
         ("data.path='a, b.txt'", ["'a, b.txt'"]),
         ("data.path=a (1).txt", ["a (1).txt"]),
@@ -111,6 +113,24 @@ def test_job_gets_swept_text_as_typed(workdir):
     for job, project in zip(jobs, ["a, b", "007"], strict=True):
         assert job.config["wandb"]["project"] == project
         assert parse_config("train", "", job.arguments).wandb.project == project
+
+
+@pytest.mark.parametrize(
+    ("word", "values"),
+    [
+        ("data.path=[x/a.txt],[x_a.txt]", ["[x/a.txt]", "[x_a.txt]"]),
+        ('data.path=["北.txt"],["南.txt"]', [["北.txt"], ["南.txt"]]),
+        ("wandb.project=a+b,'a b','a/b'", ["a+b", "a b", "a/b"]),
+    ],
+)
+def test_jobs_of_different_values_have_different_names(word, values, workdir):
+    for path in ("x/a.txt", "[x/a.txt]", "[x_a.txt]", "北.txt", "南.txt"):
+        write_file(path, TEXT)
+    section, key = word.partition("=")[0].split(".")
+    jobs = start_sweep(word)
+    assert [job.config[section][key] for job in jobs] == values
+    assert len({job.name for job in jobs}) == len(values)
+    assert [job.name for job in start_sweep(word)] == [job.name for job in jobs]
 
 
 def test_speed_is_measured_once_and_jobs_get_the_preset(workdir, monkeypatch):
