@@ -18,6 +18,7 @@ or 7 pairs:
 import atexit
 import ctypes
 import gc
+import io
 import os
 import platform
 import shlex
@@ -26,7 +27,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
-from inspect import unwrap
+from inspect import currentframe, unwrap
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -45,19 +46,26 @@ def start_process() -> None:
     if "OMP_WAIT_POLICY" not in os.environ:
         # idle threads of GNU's OpenMP wait instead of poll; torch reads it when it is imported
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    # None is a closed stream, as of daemons
+    sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (stays open)
+    sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")  # for characters that a terminal cannot show
+        if isinstance(stream, io.TextIOWrapper):  # not in a notebook
+            stream.reconfigure(errors="backslashreplace")  # characters that a terminal cannot show
 
 
 def run_process(main: Callable[..., int], *config: Any) -> NoReturn:
     """Run main(config) as the only work of this process, and exit with its exit code.
 
-    A signal raises KeyboardInterrupt in main.
+    A signal raises KeyboardInterrupt in main. A script that another program runs, such as a
+    profiler or %run in a notebook, raises SystemExit.
     """
     gc.freeze()  # do not search the imported modules for garbage
     gc.enable()
     set_stop_handlers(raise_interrupt)
     code = run_main(main, *config)
+    if currentframe().f_back.f_back is not None:
+        raise SystemExit(code)
     set_stop_handlers(_exit_at_once)  # an exit handler may ignore an exception
     exit_process(code)
 
@@ -75,14 +83,14 @@ def run_main(main: Callable[..., int], *config: Any) -> int:
         if isinstance(error, OSError) and error.errno not in DISK_FULL_ERRNOS:
             status = "refused"  # a wrong path
         message = error_message(error)
-        rank = int(os.environ.get("RANK", "0"))
-        if rank > 0 and status != "interrupted":
+        rank = os.environ.get("RANK", "0")
+        if rank != "0" and status != "interrupted":
             time.sleep(LATER_RANKS_WAIT_S)  # torchrun ends all ranks when rank 0 exits
         if message is None:
             raise
-        if rank == 0 or status != "interrupted":
+        if rank == "0" or status != "interrupted":
             sender = Path(sys.argv[0]).name
-            if rank > 0:
+            if rank != "0":
                 sender += f", rank {rank}"
             with suppress(OSError):  # the terminal is closed, or Ctrl-C has also stopped `tee`
                 print(printable(f"{sender}: {message}"), file=sys.stderr)

@@ -23,7 +23,7 @@ FLAGS = """flags:
   --config-dir DIR  also search DIR for YAML files (DIR/experiment/mine.yaml: experiment=mine)"""
 
 
-def parse_config(script: str, doc: str, argv: list[str] | None = None) -> Any:
+def parse_config(script: str, doc: str | None, argv: list[str] | None = None) -> Any:
     """Parse a command line.
 
     script, doc: its name without .py, and its docstring for --help.
@@ -37,7 +37,7 @@ def parse_config(script: str, doc: str, argv: list[str] | None = None) -> Any:
 
     flags = call_or_exit(parse_flags, script, sys.argv[1:] if argv is None else argv)
     if flags.help:
-        print(help_page(script, doc))
+        call_or_exit(print, help_page(script, doc))
         raise SystemExit(0)
     if flags.multirun:
         from configs.multirun import run_multirun
@@ -108,11 +108,11 @@ def parse_flags(script: str, argv: list[str]) -> argparse.Namespace:
     return flags
 
 
-def help_page(script: str, doc: str) -> str:
+def help_page(script: str, doc: str | None) -> str:
     """The script's docstring, the choices of its config groups, and the flags."""
     from configs.compose import CONFIGS, list_choices, list_groups
 
-    lines = [doc.strip(), ""]
+    lines = [(doc or "python -OO removes this page; run python without it").strip(), ""]
     for group in list_groups(script):
         line = f"  {group + '=':14}{' | '.join(list_choices(group, [CONFIGS]))}"
         lines.append(textwrap.fill(line, 100, subsequent_indent=" " * 16))

@@ -32,6 +32,7 @@ from training.parallel import DDP, FSDP2
 # A rank gives up after waiting this long for the others. Rank 0 must save a checkpoint or generate
 # a sample in this time.
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+USE_TORCHRUN = "start the processes with torchrun, or unset WORLD_SIZE"
 
 
 @dataclass(frozen=True)
@@ -45,13 +46,19 @@ class Dist:
 
     @classmethod
     def from_environment(cls) -> "Dist":
-        """Read the variables that torchrun sets. A single process without them."""
-        return cls(
-            rank=int(os.environ.get("RANK", "0")),
-            world_size=int(os.environ.get("WORLD_SIZE", "1")),
-            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
-            local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-        )
+        """Read the variables that torchrun sets. A single process without them.
+
+        Raises UserError if a variable is not a number.
+        """
+        try:
+            return cls(
+                rank=int(os.environ.get("RANK", "0")),
+                world_size=int(os.environ.get("WORLD_SIZE", "1")),
+                local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+                local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+            )
+        except ValueError as error:
+            raise UserError(f"{error} in RANK or WORLD_SIZE; {USE_TORCHRUN}") from None
 
     @property
     def is_main(self) -> bool:
@@ -68,11 +75,14 @@ class Dist:
         if not self.is_main:
             sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (stays open)
         is_cuda = device.type == "cuda"
-        torch_dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
-            timeout=COLLECTIVE_TIMEOUT,
-            device_id=device if is_cuda else None,
-        )
+        try:
+            torch_dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
+                timeout=COLLECTIVE_TIMEOUT,
+                device_id=device if is_cuda else None,
+            )
+        except ValueError as error:  # a variable such as RANK or MASTER_ADDR is missing
+            raise UserError(f"{error}; {USE_TORCHRUN}") from None
         self.require_equal(f"dtype={dtype_name(dtype)}", "set dtype=float32 or dtype=bfloat16")
 
     def barrier(self) -> None:

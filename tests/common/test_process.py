@@ -238,3 +238,28 @@ def test_optimizers_do_not_import_dynamo():
     """The import takes most of a second. In a new process, because other tests import it."""
     done = run_code(f"import sys; sys.path.append({str(ROOT / 'tests')!r})" + PRINT_USER_OF_DYNAMO)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+
+def test_command_runs_with_closed_streams():
+    command = f"{sys.executable} {ROOT}/sample.py run=none >&- 2>&-"
+    assert subprocess.run(command, shell=True).returncode == 2
+
+
+def test_command_runs_without_docstrings():
+    command = [sys.executable, "-OO", ROOT / "sample.py", "--help"]
+    assert b"attention=" in subprocess.run(command, check=True, capture_output=True).stdout
+
+
+def test_script_that_another_program_runs_raises_an_exception_at_the_end():
+    code = f"""
+import io, runpy, sys
+sys.path.insert(0, "{ROOT}")
+sys.argv = ["compare.py", "missing"]
+sys.stdout = io.StringIO()  # as in a notebook
+try:
+    runpy.run_path("{ROOT}/compare.py", run_name="__main__")
+except SystemExit as error:
+    print("exit code", error.code, file=sys.stderr)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stderr.endswith("exit code 2\n"), done.stderr

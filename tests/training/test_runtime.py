@@ -173,3 +173,14 @@ def draw(*numbers: int) -> list[float]:
 @pytest.mark.parametrize("other", [(1, 2, 4), (1, 3, 3), (2, 2, 3), (1, 3, 2)], ids=str)
 def test_each_number_changes_the_seed_of_the_device(other):
     assert draw(1, 2, 3) == draw(1, 2, 3) != draw(*other)
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [({"WORLD_SIZE": "x"}, "'x'"), ({"WORLD_SIZE": ""}, "''"), ({"WORLD_SIZE": "2"}, "RANK")],
+)
+def test_incomplete_variables_of_torchrun_are_refused(variables, message, monkeypatch):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=f"{message}.*start the processes with torchrun"):
+        Dist.from_environment().connect(torch.device("cpu"), torch.float32)
