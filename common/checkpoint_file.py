@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from common.errors import UserError
-from common.files import atomic_writer
+from common.files import atomic_writer, refuse_lfs_pointer
 
 FORMAT = 5  # increased when old checkpoints can no longer be read
 
@@ -29,6 +29,7 @@ def load_checkpoint(path: Path) -> dict:
 
     Raises UserError if the file is damaged, or of another format.
     """
+    refuse_lfs_pointer(path)
     modified = path.stat().st_mtime_ns
     content = {}
     try:

@@ -47,7 +47,7 @@ def find_run(name: str) -> Path:
     name: its name in runs/, its path, or the path of a checkpoint. "last" is the newest run.
     """
     files = [*RUNS.glob("*/checkpoints/*.pt"), *SWEEPS.glob("*/*/checkpoints/*.pt")]
-    files.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+    files.sort(key=lambda path: (path.stat().st_mtime, path), reverse=True)
     newest = list(dict.fromkeys(path.parents[1] for path in files))
     path = Path(name).expanduser()
     if path.parent.name == "checkpoints":

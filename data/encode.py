@@ -16,7 +16,7 @@ from typing import IO, Any
 import numpy as np
 import tiktoken
 
-from common.console import ProgressBar, format_si, print_text
+from common.console import ProgressBar, format_si, pluralize, print_text
 from common.errors import UserError
 from common.files import atomic_writer
 from common.process import cpu_count
@@ -37,7 +37,9 @@ def encode_source(folder: Path, source: Source, config: TokenizerConfig, spec: d
     spec: the tokenizer of another run, which is used instead.
     Returns the content of meta.json. Raises UserError.
     """
-    tokenizer = build_tokenizer(config, iter_texts(source), source.has_several_documents, spec)
+    tokenizer = build_tokenizer(
+        config, iter_texts(source, config.name), source.has_several_documents, spec
+    )
     if source.has_several_documents and end_of_text(tokenizer) is None:
         print_text(
             "documents are joined without a separator, because the vocabulary has no "
@@ -59,24 +61,38 @@ def encode_source(folder: Path, source: Source, config: TokenizerConfig, spec: d
     return meta
 
 
-def iter_texts(source: Source) -> Iterator[str]:
-    """Yield all text of a source, including separate validation files, to train a vocabulary."""
-    for is_validation in (False, True):
+def iter_texts(source: Source, tokenizer: str) -> Iterator[str]:
+    """Yield the text that a vocabulary is trained on.
+
+    Only char, which needs all characters, also reads the separate validation files.
+    """
+    for is_validation in [False, True] if tokenizer == "char" else [False]:
         for chunk in iter_chunks(source, is_validation, "reading"):
             for piece in chunk:
                 yield piece.text
+    print_text(f"building the {tokenizer} vocabulary")  # silent, and up to a minute for bpe
 
 
 def iter_chunks(source: Source, is_validation: bool, verb: str) -> Iterator[list[Piece]]:
     """Yield the pieces of a source in lists of about CHUNK_CHARS characters.
+
+    Documents without text and prompt are skipped, except in the default data.
 
     verb: what the progress bar shows.
     """
     chunk = []
     size = 0
     done = 0
+    num_empty = 0
+    has_text = False  # of the current document
     with ProgressBar(source.text_bytes) as bar:
         for piece in iter_pieces(source, is_validation):
+            # The default data has empty files, which runs of earlier versions have as documents.
+            has_text = has_text or piece.text != "" or source.config.source == "python_stdlib"
+            if not has_text:
+                num_empty += piece.ends_document
+                continue
+            has_text = not piece.ends_document  # the next piece may begin a document
             chunk.append(piece)
             size += len(piece.text) + PIECE_OVERHEAD_CHARS
             done += len(piece.text)
@@ -87,6 +103,8 @@ def iter_chunks(source: Source, is_validation: bool, verb: str) -> Iterator[list
                 size = 0
     if chunk:
         yield chunk
+    if num_empty and verb == "encoding":  # a vocabulary may have read the same documents before
+        print_text(f"skipped {pluralize(num_empty, 'empty document')} of {source.config.name}")
 
 
 class TokenFile:
@@ -175,9 +193,8 @@ class TokenFile:
 
         The first document of all is never held out.
         """
-        fraction = self.source.config.val_fraction
         size = self.byte_starts[-1]
-        held_out_size = max(1, size * fraction)
+        held_out_size = max(1, size * self.source.config.val_fraction)
         return max(1, bisect_right(self.byte_starts, size - held_out_size) - 1)
 
     def describe(self, documents: range) -> dict:

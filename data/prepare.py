@@ -116,12 +116,14 @@ def read_meta(folder: Path) -> dict:
 
 
 def _check_lengths(prepared: PreparedData, block_size: int) -> None:
-    """Raise UserError unless there is a training window and a validation target."""
+    """Raise UserError unless there is a training window, and a validation target with text."""
     train = prepared.meta["tokens"]["train"]
     val = prepared.meta["tokens"]["val"]
-    if train <= block_size or val < 2:
+    val_bytes = prepared.meta["bytes"]["val"]
+    if train <= block_size or val < 2 or val_bytes == 0:
         raise UserError(
-            f"{train} training tokens and {val} validation tokens are too few: at least "
-            f"model.block_size + 1 = {block_size + 1} and 2 are needed; use a longer text, or set "
-            "a smaller model.block_size or tokenizer.vocab_size"
+            f"{train} training tokens and {val} validation tokens of {val_bytes} bytes of text are "
+            f"too few: at least model.block_size + 1 = {block_size + 1}, 2 and 1 are needed; use a "
+            "longer text, hold out another part, or set a smaller model.block_size or "
+            "tokenizer.vocab_size"
         )

@@ -21,9 +21,10 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from common.errors import UserError
+from common.files import refuse_lfs_pointer
 from common.settings import unescape
 from data.config import DataConfig
-from data.sources import COMPRESSED, CSV_DELIMITERS, Source, is_remote, is_table, suffix
+from data.sources import COMPRESSED, CSV_OPTIONS, Source, is_remote, is_table, suffix
 
 MAX_PIECE_CHARS = 2**20
 WORD_END_CHARS = 1000  # a piece ends after the last word in its last 1,000 characters
@@ -93,11 +94,14 @@ def _iter_file(file: str, config: DataConfig) -> Iterator[Piece]:
             yield from cut_into_pieces(text for text, _ in _iter_rows(file, config))
     except Exception as error:  # pyarrow, datasets and the network have exceptions of many types
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-        advice = "correct the file; text must be UTF-8"
+        advice = (
+            "correct the file: text must be UTF-8 (iconv -f ENCODING -t UTF-8), not compressed, or "
+            "once as .gz or .zst (zstd -d --long=31 decompresses a window above 128 MB)"
+        )
         if is_remote(file):
             advice = "check the network and data.text_column, or set data.path to a local copy"
         elif is_table(file):
-            advice = f"correct the file (text must be UTF-8), or {ADVICE}"
+            advice = f"{advice}; or {ADVICE}"
         raise UserError(f"{file} cannot be read ({reason}); {advice}") from error
 
 
@@ -109,7 +113,10 @@ def cut_into_pieces(parts: Iterable[str], is_prompt: bool = False) -> Iterator[P
     pending = ""  # the text that is not in a piece yet
     for part in parts:
         if b"\0" in part.encode():
-            raise ValueError("it has NUL bytes, as archives, UTF-16 and binary files have")
+            raise ValueError(
+                "it has NUL bytes, as archives, binary files, and text in UTF-16LE, UTF-16BE, "
+                "UTF-32LE and UTF-32BE have"
+            )
         pending += part
         start = 0
         while len(pending) - start > MAX_PIECE_CHARS:
@@ -193,7 +200,7 @@ def _iter_table(file: str, columns: list[str], config: DataConfig) -> Iterator[d
 def _iter_csv(file: str, columns: list[str]) -> Iterator[dict]:
     """Read a .csv or .tsv file. Raises ValueError with the line."""
     with _open_text(file) as stream:
-        reader = csv.DictReader(stream, delimiter=CSV_DELIMITERS[suffix(file)], strict=True)
+        reader = csv.DictReader(stream, strict=True, **CSV_OPTIONS[suffix(file)])
         try:
             names = reader.fieldnames or []
             if any(names.count(column) != 1 for column in columns):
@@ -263,8 +270,9 @@ def _import_datasets() -> Any:
 
 
 def _download(file: str) -> str:
-    """The path of a file. A URL is downloaded into the cache of `datasets`."""
+    """The path of a file. A URL is downloaded into the cache of `datasets`. Raises UserError."""
     if not is_remote(file):
+        refuse_lfs_pointer(file)
         return file
     from aiohttp import ClientTimeout
 

@@ -5,6 +5,7 @@ is a function in SOURCES that returns the files to read, and a YAML file in conf
 `source` to its name (docs/data.md).
 """
 
+import csv
 import difflib
 import glob
 import hashlib
@@ -21,14 +22,16 @@ from common.errors import UserError
 from common.settings import unknown_value
 from data.config import DataConfig
 
-CSV_DELIMITERS = {".csv": ",", ".tsv": "\t"}
-FOLDER_TABLES = (".parquet", ".jsonl", ".ndjson", ".jsonlines", *CSV_DELIMITERS)
+# Options of csv.reader. In a .tsv file, a quote is an ordinary character.
+CSV_OPTIONS = {".csv": {}, ".tsv": {"delimiter": "\t", "quoting": csv.QUOTE_NONE}}
+FOLDER_TABLES = (".parquet", ".jsonl", ".ndjson", ".jsonlines", *CSV_OPTIONS)
 # A .json file has one object per line. It is not read from a folder, where other .json files are
 # common.
 TABLES = (*FOLDER_TABLES, ".json")
 # Read from a folder. A file that data.path names may have any suffix.
 FOLDER_SUFFIXES = (".txt", ".md", *FOLDER_TABLES)
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}  # Arrow's names by the last suffix
+COMPRESSION_RATIOS = {".gz": 3, ".zst": 3}  # typical of prose and code, to choose a preset
 OUTPUT_FOLDERS = ("runs", "data/prepared")  # below the current folder; never read as input
 MAX_HASHED_BYTES = 2**26  # larger files: only one megabyte at the start, middle and end is hashed
 # Keys that determine which documents are read from the files, and which are held out. In the order
@@ -92,10 +95,16 @@ class Source:
 
     @property
     def text_bytes(self) -> int | None:
-        """Size of `files`, or data.text_bytes if they are not on this machine. None: unknown."""
+        """Size of `files`, or data.text_bytes if they are not on this machine. None: unknown.
+
+        The size of a compressed file is an estimate.
+        """
         if any(map(is_remote, self.files)):
             return self.config.text_bytes
-        return sum(map(os.path.getsize, self.files))
+        return sum(
+            os.path.getsize(file) * COMPRESSION_RATIOS.get(Path(file).suffix.lower(), 1)
+            for file in self.files
+        )
 
 
 def python_stdlib(config: DataConfig) -> list[str]:
@@ -177,8 +186,9 @@ def find_files(paths: str | list[str], key: str) -> list[str]:
         found = _list_files(path)
         if not found:
             folder, name = os.path.split(path)
-            others = set(glob.glob("*", root_dir=folder)) - {name}
-            similar = difflib.get_close_matches(name, others, n=1)
+            similar = difflib.get_close_matches(
+                name, set(glob.glob("*", root_dir=folder)) - {name}, n=1
+            )
             hint = f" (did you mean {os.path.join(folder, similar[0])}?)" if similar else ""
             raise UserError(
                 f"{key}={path} has no file to read in {Path.cwd()}{hint}; set a file, a "
@@ -197,19 +207,26 @@ def _list_files(path: str) -> list[str]:
         found = [
             str(file)
             for file in Path(path).rglob("*")  # does not follow linked folders
-            if suffix(file.name) in FOLDER_SUFFIXES and "/." not in f"/{file.relative_to(path)}"
+            if (suffix(file.name) in FOLDER_SUFFIXES or file.is_dir())
+            and "/." not in f"/{file.relative_to(path)}"
         ]
     else:
         found = glob.glob(path, recursive=True)
     outputs = tuple(f"{os.path.realpath(folder)}/" for folder in OUTPUT_FOLDERS)
     found = [file for file in found if not os.path.realpath(file).startswith(outputs)]
+    for file in found:
+        if not os.access(file, os.R_OK):
+            raise UserError(
+                f"{file} cannot be read; change its permissions, restore the file that it links "
+                "to, or set a pattern without it"
+            )
     return sorted(filter(os.path.isfile, found), key=_split_numbers)
 
 
-def _split_numbers(file: str) -> list[str | int]:
-    """Sort key: part-9 is before part-10."""
+def _split_numbers(file: str) -> tuple[list[str | int], str]:
+    """Sort key: part-9 is before part-10, and part-09 before part-9."""
     parts = re.split(r"(\d+)", file)  # text and numbers take turns
-    return [int(part) if part.isdecimal() else part for part in parts]
+    return [int(part) if part.isdecimal() else part for part in parts], file
 
 
 def hash_source(source: Source) -> str:

@@ -34,6 +34,12 @@ def test_last_is_the_newest_run_with_a_checkpoint_also_in_sweeps(runs):
     assert find_run("last") == Path("runs/sweeps/s/seed=1")
 
 
+def test_last_of_copied_runs_with_equal_times_is_the_last_name(workdir):
+    for number in (9, *range(9)):
+        write_run(f"2026-{number}")
+    assert find_run("last") == Path("runs/2026-9")
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [

@@ -30,7 +30,7 @@ from hypothesis import strategies as st
 
 from common.errors import TrainingFailed, UserError
 from common.process import cpu_count
-from data import DataConfig, encode, python_stdlib, readers
+from data import DataConfig, encode, python_stdlib, readers, sources
 from data.prepare import PreparedData, prepare
 from data.sources import resolve_source
 from data.tokenizer import end_of_text
@@ -68,6 +68,11 @@ def without_mark(path: str, texts: list[str]) -> list[str]:
     return [text.removeprefix("\ufeff") for text in texts] if "*" in path else texts
 
 
+def without_empty(texts: list[str]) -> list[str]:
+    """The documents that have text."""
+    return list(filter(None, texts))
+
+
 def check_split(prepared: PreparedData, split: str, texts: list[str]) -> None:
     """A split has these documents, and an end-of-text token after each."""
     ids = []
@@ -90,7 +95,7 @@ def test_tokens_of_both_splits_are_those_of_a_plain_loop(
 ):
     keys = {"max_documents": limit, "val_fraction": fraction}
     with prepared_texts(path, texts, tokenizer, chunk, **keys) as prepared:
-        texts = without_mark(path, texts)[:limit]
+        texts = without_empty(without_mark(path, texts)[:limit])
         first = prepared.meta["documents"]["train"]
         check_split(prepared, "train", texts[:first])
         check_split(prepared, "val", texts[first:])
@@ -102,7 +107,7 @@ def test_tokens_of_both_splits_are_those_of_a_plain_loop(
 @given(files, documents, limits, st.integers(1, 3))
 def test_val_documents_are_the_first_ones(path, texts, limit, number):
     with prepared_texts(path, texts, max_documents=limit, val_documents=number) as prepared:
-        texts = without_mark(path, texts)[:limit]
+        texts = without_empty(without_mark(path, texts)[:limit])
         check_split(prepared, "train", texts[number:])
         check_split(prepared, "val", texts[:number])
 
@@ -115,8 +120,18 @@ def test_val_path_is_complete_and_encoded_separately(path, tokenizer, texts, val
     with prepared_texts(
         path, texts, tokenizer, val_texts=val_texts, max_documents=limit
     ) as prepared:
-        check_split(prepared, "train", without_mark(path, texts)[:limit])
+        check_split(prepared, "train", without_empty(without_mark(path, texts)[:limit]))
         check_split(prepared, "val", without_mark(path, val_texts))
+
+
+def test_separate_validation_files_do_not_change_a_bpe_vocabulary(workdir):
+    specs = []
+    for text in ("the cat and the hat " * 99, "\u2603 a bell and a ball " * 99):
+        path = write_file("val.txt", text)
+        prepared = prepare_data(replace(TEXT_SOURCE, val_path=path), BPE)
+        assert decode_split(prepared, "val") == text
+        specs.append(prepared.meta["tokenizer"])
+    assert specs[0] == specs[1]
 
 
 @settings(max_examples=20, deadline=None)
@@ -124,7 +139,7 @@ def test_val_path_is_complete_and_encoded_separately(path, tokenizer, texts, val
 def test_held_out_documents_are_the_fewest_that_have_the_fraction(texts, fraction):
     with prepared_texts("a.jsonl", texts, val_fraction=fraction) as prepared:
         first = prepared.meta["documents"]["train"]
-    sizes = [len(text.encode()) for text in texts]
+    sizes = [len(text.encode()) for text in without_empty(texts)]
     wanted = fraction * sum(sizes)
     assert sum(sizes[first:]) >= wanted - 1e-6 or first == 1
     assert sum(sizes[first + 1 :]) < max(1, wanted) + 1e-6
@@ -134,6 +149,11 @@ def test_few_chunks_are_in_memory():
     chunks = itertools.count()
     assert next(encode.parallel_map(str, chunks)) == "0"
     assert next(chunks) <= 2 * cpu_count() + 1
+
+
+def test_line_announces_the_training_of_a_vocabulary(workdir, capsys):
+    prepare_data(TEXT_SOURCE, BPE)
+    assert capsys.readouterr().out.endswith("building the bpe vocabulary\n")
 
 
 # A single document
@@ -160,12 +180,42 @@ def test_tokens_have_32_bits_if_the_vocabulary_is_large(workdir):
     assert decode_split(prepared, "train") + decode_split(prepared, "val") == text
 
 
+# Empty documents
+
+
+@pytest.mark.parametrize("path", ["a.csv", "a.jsonl", "a.parquet", "a/*.txt"])
+def test_empty_documents_are_skipped_and_counted(workdir, capsys, path):
+    texts = ["", "", "one " * 9, "", "two " * 9, "three " * 9, ""]
+    prepared = prepare_data(DataConfig(path=write_documents(path, texts), val_documents=1), BPE)
+    check_split(prepared, "val", [texts[2]])
+    check_split(prepared, "train", [texts[4], texts[5]])
+    assert capsys.readouterr().out.count("skipped 4 empty documents of text\n") == 1
+
+
+def test_single_document_among_empty_files_is_cut(workdir):
+    path = write_documents("a/*.txt", ["", "", "a" * 99])
+    assert prepare_data(DataConfig(path=path)).meta["bytes"] == {"train": 89, "val": 10}
+
+
+def test_row_with_a_prompt_and_an_empty_completion_is_kept(workdir):
+    path = write_table("a.csv", n=["question" * 9, "", ""], text=["", "answer" * 9, ""])
+    prepared = prepare_data(DataConfig(path=path, prompt_column="n"))
+    assert prepared.meta["documents"] == {"train": 1, "val": 1}
+
+
 # The default data
 
 
 def test_another_tokenizer_has_another_folder(workdir):
     tokenizers = [CHAR, BYTE, BPE, replace(BPE, vocab_size=310)]
     assert len({prepare_data(TEXT_SOURCE, tokenizer).folder for tokenizer in tokenizers}) == 4
+
+
+def test_empty_files_of_the_standard_library_stay_documents(workdir, monkeypatch):
+    """So that runs of earlier versions have the same tokens."""
+    files = [write_file(f"{name}.py", "" if name == "b" else name * 99) for name in "abc"]
+    monkeypatch.setitem(sources.SOURCES, "python_stdlib", lambda config: files)
+    assert prepare_data(python_stdlib()).meta["documents"] == {"train": 2, "val": 1}
 
 
 def test_standard_library_is_a_fair_sample_of_complete_files(workdir):
@@ -241,12 +291,17 @@ def test_documents_that_get_no_end_of_text_token_are_reported(spec, capsys):
         ({"path": "short.csv"}, "9 training .*model.block_size"),
         ({"path": "rows.csv", "val_documents": 9}, r"few documents \(9\) .*data.val_documents"),
         ({"path": "short.csv", "prompt_column": "n"}, r"few documents \(1\) .*data.val_path"),
+        (
+            {"path": "pairs.csv", "prompt_column": "n", "val_documents": 2},
+            "validation tokens of 0 bytes of text .* hold out another part",
+        ),
     ],
-    ids=["no window", "all held out", "one row with a prompt"],
+    ids=["no window", "all held out", "one row with a prompt", "no completion held out"],
 )
 def test_text_that_is_too_short_is_refused(workdir, keys, message):
     write_table("short.csv", n=["prompt"], text=["too short"])
     write_table("rows.csv", text=["a document"] * 9)
+    write_table("pairs.csv", n=["prompt"] * 9, text=["", "", *["a document"] * 7])
     with pytest.raises(UserError, match=message):
         prepare_data(DataConfig(**keys))
 

@@ -1,7 +1,9 @@
 """Documents are read exactly, from all types of files. Errors name the file and the row."""
 
+import bz2
 import gzip
 import http.server
+import lzma
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -53,7 +55,7 @@ TWO_GZIP_FILES = gzip.compress(b"one\r\n", mtime=0) + gzip.compress(b"two", mtim
         ("mark.csv", b"\xef\xbb\xbftext,n\na,1\n", ["a"]),
         ("empty_lines.csv", b"text,n\n\na,1\n\n", ["a"]),
         ("wide.csv", b"text\n" + b"x" * 5_000_000 + b"\n", ["x" * 5_000_000]),
-        ("rows.tsv", b'id\ttext\n1\ta, b\n2\t"two\nlines"\n', ["a, b", "two\nlines"]),
+        ("rows.tsv", b'id\ttext\n1\t"a, b\n2\t"c"\n3\td\n', ['"a, b', '"c"', "d"]),
         ("dates.jsonl", b'{"text": "2024-01-01"}\n\n{"text": "3"}', ["2024-01-01", "3"]),
         ("types.jsonl", b'{"n": 1, "text": "a"}\n{"n": "x", "text": "b", "m": [1]}', ["a", "b"]),
         ("null.jsonl", b'{"text": null}\r\n{"text": "a"}\r\n{}\r\n{"text": ""}\r\n', ["a", ""]),
@@ -217,6 +219,21 @@ COMPRESSED = [
     ("texts.tar", TAR, "texts.tar .*NUL bytes, as archives"),
     ("texts.tar.gz", gzip.compress(TAR, mtime=0), "texts.tar.gz .*NUL bytes, as archives"),
 ]
+
+
+def compress_with_long_window(content: bytes) -> bytes:
+    """A .zst file with a window of 2 GB, as of `zstd --long=31`."""
+    parameters = zstandard.ZstdCompressionParameters(window_log=31, compression_level=1)
+    compressor = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    return compressor.compress(content) + compressor.flush()
+
+
+COMPRESSED += [
+    ("long.txt.zst", compress_with_long_window(b"text " * 99), "too much memory.*-d --long=31"),
+    ("twice.txt.gz", gzip.compress(gzip.compress(b"text")), "0x8b.* once as .gz or .zst"),
+    ("a.txt.xz", lzma.compress(b"text"), "0xfd.* once as .gz or .zst"),
+    ("a.txt.bz2", bz2.compress(b"text"), "UTF-8.* once as .gz or .zst"),
+]
 MANY_ROWS = JSON_ROWS * 10_000
 TABLES = [
     ("broken.jsonl", MANY_ROWS + b'{"text": oops}\n', "broken.jsonl .*line 20001 "),
@@ -231,13 +248,19 @@ TABLES = [
         b'text,n\na,1\n"b\n,2\n' + b"c,3\n" * 99,
         "open.csv .*near line 2: ",
     ),
+    ("lines.tsv", b'text\tn\n"two\nlines"\t1\n', "lines.tsv .*line 2: .*not have 2 values"),
     ("BODY.CSV", b"body,id\na,1\nb,2\n", "BODY.CSV .*'text'.*'body', 'id'"),
     ("twice.csv", b"text,n,text\na,1,b\n", "twice.csv .*'text', 'n', 'text'"),
     ("nameless.csv", b"A sentence.,1\nAnother one.,2\n", "first row .*'text'.*'A sentence.', '1'"),
     ("lines.csv", b'"The first\nline.",1\nB,2\n', r"first row .*'text'.*'The first.nline.', '1'"),
     ("torn.parquet", b"PAR1 and nothing else", "torn.parquet .*Parquet"),
 ]
-UNREADABLE = [*PATHS, *WITHOUT_TEXT, *ENCODINGS, *COMPRESSED, *TABLES]
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+POINTERS = [
+    (name, POINTER, f"{name} is a Git LFS pointer; .* git lfs pull")
+    for name in ("pointer.txt", "pointer.jsonl.gz", "pointer.parquet")
+]
+UNREADABLE = [*POINTERS, *PATHS, *WITHOUT_TEXT, *ENCODINGS, *COMPRESSED, *TABLES]
 
 
 @pytest.mark.parametrize(
@@ -361,9 +384,9 @@ def test_wrong_key_of_a_hub_data_set_gives_one_sentence(prepare_preset, stream, 
     assert not prepared_folders()
 
 
-@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32-le"])
+@pytest.mark.parametrize("encoding", ["UTF-16LE", "UTF-16BE", "UTF-32LE", "UTF-32BE"])
 def test_text_in_another_encoding_without_a_mark_is_refused(tmp_path, encoding):
     path = tmp_path / "a.txt"
     path.write_bytes(("plain text " * 9).encode(encoding))
-    with pytest.raises(UserError, match=r"a.txt .*NUL bytes, .*UTF-16 .*UTF-8"):
+    with pytest.raises(UserError, match=rf"NUL bytes, .*{encoding}.*iconv -f ENCODING -t UTF-8"):
         load_documents(path)

@@ -1,5 +1,6 @@
 """Presets: values for the amount of text, and for the time to train on it."""
 
+import argparse
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,13 @@ def text(tmp_path) -> str:
 )
 def test_auto_selects_the_preset_that_the_documentation_lists(size, preset, tmp_path):
     assert choose(write_text(tmp_path, size)).preset == preset
+
+
+@pytest.mark.parametrize("name", ["code.py", "code.py.gz", "code.py.zst", "code.py.GZ"])
+def test_compressed_text_has_the_preset_of_the_text(workdir, name):
+    content = Path(argparse.__file__).read_bytes()[:90_000]
+    Path(write_file(name.lower(), content)).rename(name)
+    assert choose(f"data.path={name}").preset == "100kB"
 
 
 @pytest.mark.parametrize("preset", SIZES)
