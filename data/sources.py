@@ -186,9 +186,8 @@ def find_files(paths: str | list[str], key: str) -> list[str]:
         found = _list_files(path)
         if not found:
             folder, name = os.path.split(path)
-            similar = difflib.get_close_matches(
-                name, set(glob.glob("*", root_dir=folder)) - {name}, n=1
-            )
+            others = set(glob.glob("*", root_dir=folder)) - {name}
+            similar = difflib.get_close_matches(name, others, n=1)
             hint = f" (did you mean {os.path.join(folder, similar[0])}?)" if similar else ""
             raise UserError(
                 f"{key}={path} has no file to read in {Path.cwd()}{hint}; set a file, a "
