@@ -37,7 +37,7 @@ from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 
-from common.console import ProgressBar, print_text, show
+from common.console import ProgressBar, print_text, prints_unicode, show
 from common.errors import UserError
 from common.files import atomic_write, check_output
 from common.process import run_process
@@ -115,7 +115,8 @@ def write_samples(
                 "tokens": chunks[-1].n_tokens,
                 "ended": chunks[-1].finish_reason,
             }
-            lines.append(json.dumps(row, ensure_ascii=False) + "\n")
+            ensure_ascii = out is None and not prints_unicode()
+            lines.append(json.dumps(row, ensure_ascii=ensure_ascii) + "\n")
             if out is None:
                 show(lines[-1])
             num_tokens += chunks[-1].n_tokens

@@ -31,7 +31,12 @@ class PlainConsole(Console):
     """
 
     def __init__(self, stderr: bool = False):
-        super().__init__(stderr=stderr, highlight=False, emoji=False, markup=False)
+        stream = sys.stderr if stderr else sys.stdout
+        # rich would obey FORCE_COLOR in a log file, and show no progress if TERM=dumb
+        is_terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
+        super().__init__(
+            stderr=stderr, force_terminal=is_terminal, highlight=False, emoji=False, markup=False
+        )
         if not self.is_terminal:
             self.width = TABLE_WIDTH
 
@@ -68,6 +73,11 @@ class PlainConsole(Console):
 def print_text(text: str, stderr: bool = False) -> None:
     """Print lines of text. On a terminal, long lines are broken between words."""
     PlainConsole(stderr).print_text(text)
+
+
+def prints_unicode() -> bool:
+    """Whether stdout can print all characters: its encoding is UTF-8."""
+    return sys.stdout.encoding.lower() == "utf-8"
 
 
 def show(text: str) -> None:

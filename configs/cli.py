@@ -73,12 +73,13 @@ def format_config(config: Any) -> str:
 
     With train.minutes, the preset stays auto if its choice would measure the speed of this machine.
     """
+    from common.console import prints_unicode
     from training.presets import choose_preset
 
     if isinstance(config, RunConfig):
         measures = config.train.minutes is not None and config.flops_per_second is None
         config = config if measures else choose_preset(config)
-    return yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=prints_unicode())
 
 
 def parse_flags(script: str, argv: list[str]) -> argparse.Namespace:

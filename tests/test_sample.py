@@ -162,6 +162,14 @@ def test_samples_in_a_pipe_are_exact(folder_with_a_byte_run, sample, monkeypatch
     assert "\x9b" in sample(*RUN, "prompts=p.jsonl")
 
 
+def test_samples_in_a_pipe_are_json_if_it_is_not_utf_8(folder_with_a_byte_run, sample, monkeypatch):
+    monkeypatch.chdir(folder_with_a_byte_run)
+    monkeypatch.setattr(script, "prints_unicode", lambda: False)
+    output = sample(*RUN, "prompts=p.jsonl")
+    assert output.isascii()
+    assert json.loads(output)["prompt"] == CONTROL
+
+
 # Refusals
 
 

@@ -107,3 +107,19 @@ def test_console_replaces_control_characters(capsys, print_control_character):
     output = capsys.readouterr().out
     assert "\ufffd" in output
     assert not UNPRINTABLE.search(output)
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "variables", "expected"),
+    [
+        (False, {"FORCE_COLOR": "1", "TERM": "xterm"}, False),
+        (True, {"TERM": "dumb"}, False),
+        (True, {"TERM": "xterm"}, True),
+    ],
+    ids=["log file of a CI system", "dumb terminal", "terminal"],
+)
+def test_bar_is_shown_on_terminals_only(is_terminal, variables, expected, monkeypatch):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal)
+    assert PlainConsole().is_terminal == expected

@@ -117,6 +117,8 @@ def test_result_of_main_is_the_exit_code():
 
 
 FULL_DISK = OSError(errno.ENOSPC, "No space left on device", "runs/a/last.pt")
+NO_LOCKS = OSError(errno.ENOLCK, "No locks available")
+ANOTHER_FOLDER = "run this in a folder on another one"
 WRONG_PATH = OSError(errno.EACCES, "Permission denied", "/root/text.txt")
 
 
@@ -127,11 +129,17 @@ WRONG_PATH = OSError(errno.EACCES, "Permission denied", "/root/text.txt")
         (TrainingFailed("nan"), 1, "nan"),
         (KeyboardInterrupt(), 75, "interrupted"),
         (WRONG_PATH, 2, "/root/text.txt: Permission denied; set another file, folder or name"),
+        (
+            NO_LOCKS,
+            2,
+            f"the file system of {ROOT} has no locks; run this in a folder on another one",
+        ),
         (FULL_DISK, 1, "runs/a/last.pt: No space left on device; free some disk space"),
     ],
-    ids=["wrong input", "failed training", "signal", "wrong path", "full disk"],
+    ids=["wrong input", "failed training", "signal", "wrong path", "no locks", "full disk"],
 )
-def test_error_that_is_not_a_bug_is_one_sentence(waits, capsys, error, code, message):
+def test_error_that_is_not_a_bug_is_one_sentence(waits, monkeypatch, capsys, error, code, message):
+    monkeypatch.chdir(ROOT)
     assert run_main(fail, error) == code
     assert capsys.readouterr().err == f"train.py: {message}\n"
     assert not waits

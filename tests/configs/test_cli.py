@@ -43,6 +43,12 @@ def test_cfg_job_prints_the_config_with_the_values_of_its_preset(workdir, capsys
     assert (config["preset"], config["train"]["batch_size"]) == ("20kB", 4)
 
 
+def test_cfg_job_is_yaml_on_a_terminal_without_unicode():
+    command = [sys.executable, ROOT / "sample.py", "--cfg", "job", "run=a", "prompt=\xe9"]
+    output = subprocess.check_output(command, env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    assert yaml.safe_load(output)["prompt"] == "\xe9"
+
+
 def test_cfg_job_does_not_measure_the_machine(workdir, capsys, monkeypatch):
     monkeypatch.setattr("training.presets.measure_speed", lambda *_: pytest.fail("measured"))
     assert print_config(capsys, "data.path=text.txt", "train.minutes=5")["preset"] == "auto"
