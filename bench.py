@@ -40,6 +40,7 @@ from training.run_folder import write_config
 
 def main(config: BenchConfig) -> int:
     """Run a bench. Returns exit code 1 if a row failed, and 2 if all rows were refused."""
+    export = WandbExport(vars(config.wandb))
     device = resolve_device(config.device)
     groups = list_cases(config, device)
     folder = BENCHES / (config.name or make_new_folder(BENCHES, device.type))
@@ -67,8 +68,8 @@ def main(config: BenchConfig) -> int:
             plot_results(rows, environment, folder / "attention.png")
             print_results(rows)
             print_text(f"written  {folder / 'attention.csv'}  {folder / 'attention.png'}")
-            with WandbExport() as export:
-                export.start(folder, config.wandb.mode)
+            with export:
+                export.start(folder)
     statuses = {row["status"] for row in rows}
     if "failed" in statuses:
         return 1

@@ -19,13 +19,13 @@ if __name__ == "__main__":  # before the slow imports below, so that a typo is r
 
 from pathlib import Path
 
-from common.checkpoint_file import load_checkpoint
 from common.console import PYTHON
 from common.files import new_folder
 from common.machine import DTYPES
 from common.process import run_process
-from common.run_paths import find_checkpoint, find_run
+from common.run_paths import find_run
 from configs.schema import ExportConfig
+from generation.load import load_pretrained
 from huggingface.architectures import find_architecture
 from huggingface.folder import write_folder
 from model import GPTConfig
@@ -33,9 +33,8 @@ from model import GPTConfig
 
 def main(config: ExportConfig) -> int:
     run = find_run(config.run)
-    path = find_checkpoint(config.run, config.checkpoint)
+    path, checkpoint = load_pretrained(config.run, config.checkpoint)
     out = Path(config.out or run / "huggingface").expanduser()
-    checkpoint = load_checkpoint(path)
     model_type = find_architecture(GPTConfig.from_saved(checkpoint["model_config"]), run.name)
     with new_folder(out) as unfinished:
         write_folder(unfinished, checkpoint, model_type, DTYPES[config.dtype])

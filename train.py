@@ -69,9 +69,8 @@ def main(config: RunConfig) -> int:
     dist = runtime.dist
     device = runtime.device
     dist.connect(device, runtime.dtype)  # refuses processes with different dtypes
-
     with ExitStack() as stack:
-        export = stack.enter_context(WandbExport())  # exits last, and waits for wandb
+        export = stack.enter_context(WandbExport(vars(config.wandb)))  # exits last, and waits
         # run folder: its name, its lock, and whether the run resumes
         run = stack.enter_context(RunFolder(config, dist))
 
@@ -90,7 +89,8 @@ def main(config: RunConfig) -> int:
 
         # training state: from the last checkpoint, if the run resumes
         steps_per_epoch = loader.windows_per_epoch / config.train.batch_size
-        state = TrainState(config.train, model, optimizers, scaler, steps_per_epoch)
+        warmup_steps = config.schedule.warmup_steps
+        state = TrainState(config.train, model, optimizers, scaler, steps_per_epoch, warmup_steps)
         header = make_checkpoint_header(config, data.meta)  # what all its checkpoints have
         load_last_checkpoint(run, state, header, dist)
         if run.is_finished(state):
@@ -104,7 +104,7 @@ def main(config: RunConfig) -> int:
         checkpoints = CheckpointWriter(config.checkpoint, run, state, header)
         run.start(asdict(config), facts | logger.results())
         if run.is_main:
-            export.start(run.folder, config.wandb.mode)
+            export.start(run.folder)
         print_text(format_banner(config, run, data.meta))
         stack.enter_context(logger)
         stop = stack.enter_context(StopRequest())  # until stop.enable(), a signal raises
@@ -123,7 +123,7 @@ def main(config: RunConfig) -> int:
         while not state.is_done:
             logger.start_step()
             # set the learning rate of this step
-            scale = lr_scale(config.schedule, state.step, config.train.steps, state.progress)
+            scale = lr_scale(config.schedule, state.step, state.progress, state.warmup_progress)
             set_lr(optimizers, scale)
 
             # forward and backward, accumulating gradients over micro batches

@@ -97,12 +97,14 @@ def compare_losses(theirs: ModuleType, text: Path, steps: int, bias: bool) -> fl
     )
     our_optimizers = build_optimizers(our_model, adamw)
 
+    length = config.train.steps
+    warmup_progress = config.schedule.warmup_steps / length
     random = torch.Generator().manual_seed(config.seed)
     print(f"{'step':>4} {'nanoGPT':>10} {'ours':>10} {'difference':>11}")
     largest = 0.0
     for step in range(steps):
         x, y = random_windows(tokens, config.train.batch_size, config.model.block_size, random)
-        scale = lr_scale(config.schedule, step, config.train.steps, step / config.train.steps)
+        scale = lr_scale(config.schedule, step, step / length, warmup_progress)
         for group in their_optimizer.param_groups:
             group["lr"] = adamw.lr * scale
         set_lr(our_optimizers, scale)

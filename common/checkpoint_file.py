@@ -43,10 +43,15 @@ def load_checkpoint(path: Path) -> dict:
         # A training process has replaced the file, which torch.load opens several times.
         return load_checkpoint(path)
     if damage is not None:
-        raise UserError(f"{path} is damaged ({damage}); restore it, or set another name")
+        raise damaged(path, damage)
     if content.get("format") != FORMAT:
         raise UserError(
             f"{path} has checkpoint format {content.get('format')}, but this version reads "
             f"{FORMAT}; set another run"
         )
     return content
+
+
+def damaged(path: Path, reason: str) -> UserError:
+    """Error for a checkpoint that cannot be used."""
+    return UserError(f"{path} is damaged ({reason}); restore it, or set another name")

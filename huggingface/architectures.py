@@ -119,6 +119,17 @@ PLAIN = {
     "attention_softcap": None,
     "logit_softcap": None,
 }
+# More keys of exported config.json files, and the settings of GPTConfig that they have.
+EXPORTED_KEYS = {
+    "gpt2": {
+        "n_ctx": "block_size",  # for llama.cpp
+        # for training in transformers, whose default is 0.1
+        "attn_pdrop": "dropout",
+        "embd_pdrop": "dropout",
+        "resid_pdrop": "dropout",
+    },
+    "llama": {"attention_dropout": "dropout"},
+}
 # The kind of rotary positions, which config.json need not contain. GPT computes no other kind.
 ROPE_TYPE = {"rope_type": "default", "type": "default"}
 HEAD = "lm_head.weight"  # has the same name in transformers
@@ -161,15 +172,13 @@ def to_config_json(config: GPTConfig, model_type: str) -> dict[str, Any]:
         "mlp_width": config.mlp_channels,
         "mlp": architecture.mlps[config.mlp],
     }
-    content = {
+    return {
         "model_type": model_type,
         "architectures": [architecture.class_name],
         **architecture.constants,
         **{theirs: settings[ours] for ours, theirs in architecture.keys.items()},
+        **{theirs: settings[ours] for theirs, ours in EXPORTED_KEYS[model_type].items()},
     }
-    if model_type == "gpt2":
-        content["n_ctx"] = config.block_size  # for llama.cpp
-    return content
 
 
 def from_config_json(content: dict[str, Any], path: str) -> GPTConfig:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from argparse import ArgumentParser
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from shutil import rmtree
@@ -27,6 +27,7 @@ from common.files import read_json
 from common.process import run_main
 from results.metrics import DISTINCT, METRICS
 from results.read import read_curves
+from training.config import WandbConfig
 from training.run_folder import read_config, summary_key
 
 # for the last rows of a run; schedulers kill a process about 30 s after SIGTERM
@@ -45,23 +46,36 @@ class WandbExport(AbstractContextManager):
     """Context manager: a child process that exports a folder. On exit, waits for its end.
 
     Enter it before the run folder is opened: it then exits when summary.json is final.
+    config: the section wandb of a config. Raises UserError for what wandb would refuse.
     """
 
     process = None
 
-    def start(self, folder: Path, mode: str | None) -> None:
-        """Start the child process, unless it is disabled.
+    def __init__(self, config: dict[str, Any]):
+        self.mode = WandbConfig(**config).resolve(os.environ).mode
 
-        mode: wandb.mode. None: WANDB_MODE, or offline.
-        """
-        mode = (mode or os.environ.get("WANDB_MODE") or "offline").lower()
-        if mode == "disabled":
+    def start(self, folder: Path) -> None:
+        """Start the child process, unless it is disabled."""
+        if self.mode == "disabled":
             return
-        command = [sys.executable, "-P", "-u", "-m", "results.wandb", str(folder), "--mode", mode]
+        self.scratch = folder.resolve() / ".wandb-temporary"
+        wandb_dir = find_wandb_dir(folder.resolve())
         try:
+            self.scratch.mkdir(exist_ok=True)
             self.process = subprocess.Popen(
-                [*command, "--follow", str(os.getpid())],
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUTF8": "1"},
+                [
+                    *(sys.executable, "-P", "-u", "-m", "results.wandb", str(folder)),
+                    *("--mode", self.mode, "--follow", str(os.getpid())),
+                ],
+                env=os.environ
+                | {
+                    "PYTHONPATH": os.pathsep.join(sys.path),
+                    "PYTHONUTF8": "1",
+                    # The home folder can be read-only. `wandb sync` needs the data of offline runs.
+                    "TMPDIR": str(self.scratch),
+                    "WANDB_CACHE_DIR": str(wandb_dir),  # logs, in its folder wandb
+                    "WANDB_DATA_DIR": str(wandb_dir / "wandb"),
+                },
                 stdin=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is for this process
@@ -80,9 +94,8 @@ class WandbExport(AbstractContextManager):
         notice.cancel()
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
-        with suppress(KeyboardInterrupt):
-            self.process.wait()
-        code = self.process.returncode
+        code = self.process.wait()
+        rmtree(self.scratch, ignore_errors=True)
         if code not in (0, 1):  # 1: the child process has printed the reason
             print(f"wandb did not finish (exit code {code}); the run folder has all results")
 
@@ -94,7 +107,7 @@ def main() -> int:
     """Export a folder. Returns exit code 1 if that fails."""
     parser = ArgumentParser("python -m results.wandb", description=__doc__)
     parser.add_argument("folder", type=Path, metavar="FOLDER")
-    parser.add_argument("--mode", default="offline", help="offline or online")
+    parser.add_argument("--mode", default="offline", choices=("offline", "online"))
     parser.add_argument("--follow", type=int, metavar="PID", help="process that writes the folder")
     arguments = parser.parse_args()
     if not any((arguments.folder / name).exists() for name in EXPORTED_FILES):
@@ -108,8 +121,8 @@ def main() -> int:
         print(f"wandb: {shorten(repr(error), 250)}; log the folder later with {again}")
         return 1
     if arguments.mode == "offline":
-        wandb_folder = find_wandb_dir(arguments.folder) / "wandb"
-        print(f"upload   wandb sync {shlex.quote(str(wandb_folder))}")
+        runs = shlex.quote(f"{find_wandb_dir(arguments.folder)}/wandb")
+        print(f"upload   wandb sync {runs}")
     return 0
 
 
@@ -143,8 +156,7 @@ def read_run(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def find_wandb_dir(folder: Path) -> Path:
     """The folder that contains the folder `wandb` of a run. All jobs of a sweep share one."""
-    is_job = (folder.parent / "sweep.json").exists()
-    return folder.parent if is_job else folder
+    return folder.parent if (folder.parent / "sweep.json").exists() else folder
 
 
 def start_run(
@@ -158,7 +170,7 @@ def start_run(
     import wandb
 
     config, _ = read_run(folder)
-    options = config.get("wandb", {})
+    options = WandbConfig(**config.get("wandb", {})).resolve(os.environ)
     wandb_dir = find_wandb_dir(folder).resolve()
     for earlier in wandb_dir.glob(f"wandb/offline-run-*-{arguments.get('id')}"):
         rmtree(earlier)
@@ -166,10 +178,10 @@ def start_run(
         **arguments,
         dir=wandb_dir,
         mode=mode,
-        project=options.get("project") or os.environ.get("WANDB_PROJECT") or "trilgpt",
-        entity=options.get("entity"),
-        group=options.get("group") or os.environ.get("WANDB_RUN_GROUP") or group,
-        tags=options.get("tags"),
+        project=options.project,
+        entity=options.entity,
+        group=options.group or group,
+        tags=options.tags,
         resume="allow" if mode == "online" else None,
         settings={
             "silent": True,
@@ -192,8 +204,7 @@ def to_media(row: dict[str, Any], folder: Path) -> dict[str, Any]:
     media = dict(row)
     for key, value in row.items():
         if isinstance(value, list):
-            data = [list(item.values()) for item in value]
-            media[key] = wandb.Table(columns=list(value[0]), data=data)
+            media[key] = wandb.Table(list(value[0]), [list(item.values()) for item in value])
         elif isinstance(value, str):
             media[key] = wandb.Image(str(folder / value))
     return media
@@ -280,7 +291,6 @@ def export_bench(folder: Path, mode: str) -> None:
     table = read_table(folder / "attention.csv")
     for backend in dict.fromkeys(row["backend"] for row in table):
         rows = [row for row in table if row["backend"] == backend]
-        attention = {"requested": backend, "resolved": rows[-1]["resolved"]}
         run = start_run(
             folder,
             mode,
@@ -289,9 +299,11 @@ def export_bench(folder: Path, mode: str) -> None:
             name=backend,
             job_type="bench",
             notes="\n".join(["fastest backends:", *fastest]),
-            config=config | summary | {"attention": attention},
+            config=config
+            | summary
+            | {"attention": {"requested": backend, "resolved": rows[-1]["resolved"]}},
         )
-        log_table(run, rows, "{phase} {mask} {dtype}", folder / "attention.png")
+        log_table(run, run.log, rows, "{phase} {mask} {dtype}", folder / "attention.png")
 
 
 def export_comparison(folder: Path, mode: str) -> None:
@@ -308,18 +320,25 @@ def export_comparison(folder: Path, mode: str) -> None:
         job_type="compare",
         notes="\n".join(describe_variant(row, rows[0]) for row in rows),
     )
-    log_table(run, rows, "{variant}", folder / "comparison.png")
+    log_table(run, run.summary.update, rows, "{variant}", folder / "comparison.png")
 
 
-def log_table(run: Any, rows: list[dict[str, Any]], label: str, picture: Path) -> None:
+def log_table(
+    run: Any,
+    log: Callable[[dict[str, Any]], None],
+    rows: list[dict[str, Any]],
+    label: str,
+    picture: Path,
+) -> None:
     """Log a table, its picture, and its columns as metrics COLUMN/LABEL, and finish the run.
 
+    log: run.log for curves, or run.summary.update for single numbers, which need no panels.
     label: format of the label, with names of columns. Sizes of tensors, such as T, are upper case.
     """
     for row in rows:
         name = re.sub(r"\W+", "_", label.format(**row))
         metrics = {f"{key}/{name}": value for key, value in row.items() if key.islower()}
-        run.log(metrics | {"T": row.get("T")})
+        log(metrics | {"T": row.get("T")})
     run.log(to_media({"table": rows, "picture": picture.name}, picture.parent))
     run.finish()
 

@@ -76,8 +76,8 @@ def finish_sweep(folder: Path, jobs: list[Job], outcomes: dict[str, Outcome]) ->
     rows = compare([folder], folder)
     print_comparison(rows, folder)
     if outcomes:
-        with WandbExport() as export:
-            export.start(folder, jobs[0].config["wandb"]["mode"])
+        with WandbExport(jobs[0].config["wandb"]) as export:
+            export.start(folder)
     statuses = [outcome.status for outcome in outcomes.values()]
     for status in ("failed", "interrupted"):
         if status in statuses:

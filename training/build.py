@@ -8,7 +8,6 @@ from typing import Any
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from common.checkpoint_file import load_checkpoint
 from common.errors import UserError
 from common.machine import describe_environment, dtype_name
 from common.settings import format_value
@@ -71,9 +70,7 @@ def load_run_tokenizer(run: str | None, checkpoint: Path | None = None) -> dict 
     """
     if run is None:
         return None
-    if checkpoint is not None:
-        return load_checkpoint(checkpoint)["tokenizer"]
-    _, saved = load_pretrained(run)
+    _, saved = load_pretrained(str(checkpoint or run))
     return saved["tokenizer"]
 
 

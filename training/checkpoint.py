@@ -19,10 +19,11 @@ from typing import Any
 
 from torch import nn
 
-from common.checkpoint_file import load_checkpoint, save_checkpoint
+from common.checkpoint_file import damaged, save_checkpoint
 from common.errors import TrainingFailed, UserError
 from common.files import atomic_writer
 from common.settings import describe_changes, flatten_dict, format_value
+from generation.load import load_model_checkpoint
 from model.config import GPTConfig
 from training.config import CheckpointConfig, RunConfig
 from training.run_folder import RunFolder
@@ -64,7 +65,9 @@ def load_last_checkpoint(run: RunFolder, state: TrainState, header: dict, dist: 
     processes find different checkpoints.
     """
     if run.resumes:
-        saved = load_checkpoint(run.last)
+        saved = load_model_checkpoint(run.last)
+        if saved["optimizer"] is None:
+            raise damaged(run.last, "it has no optimizer state, as best.pt")
         check_identity(run.folder, saved, header)
         step = saved["step"]
         if step > (state.config.steps or math.inf):
@@ -79,8 +82,6 @@ def check_identity(folder: Path, saved: dict, header: dict) -> None:
     model = GPTConfig.from_saved(saved["model_config"])  # has keys that are newer than the run
     old = _model_identity(model) | saved["identity"]
     changes = describe_changes(old, header["identity"])
-    if not changes:
-        return
     if "data" in changes:  # a hash of the text and of the settings that read it: name these
         del changes["data"]
         settings = describe_changes(
@@ -89,16 +90,20 @@ def check_identity(folder: Path, saved: dict, header: dict) -> None:
         data = header["config"]["data"]
         source = format_value(data["path"] or data["name"])
         changes |= settings or {"text": f"another text than {source} has now"}
-    raise UserError(
-        f"{folder} was trained with {', '.join(changes.values())}; restore the old values, or set "
-        "another name"
-    )
+    if changes:
+        raise UserError(
+            f"{folder} was trained with {', '.join(changes.values())}; restore the old values, or "
+            "set another name"
+        )
 
 
 def _model_identity(config: GPTConfig) -> dict[str, Any]:
     """The settings of the model that determine its weights and what it computes."""
-    others = ("name", "dropout")
-    return {f"model.{key}": value for key, value in vars(config).items() if key not in others}
+    return {
+        f"model.{key}": value
+        for key, value in vars(config).items()
+        if key not in ("name", "dropout")
+    }
 
 
 def _data_settings(config: dict) -> dict:
@@ -157,8 +162,8 @@ def find_step_files(folder: Path, pattern: str) -> list[tuple[int, Path]]:
 
     pattern: such as checkpoints/step-*.pt.
     """
-    files = [(path.stem.removeprefix("step-"), path) for path in folder.glob(pattern)]
-    return sorted((int(step), path) for step, path in files if step.isdecimal())
+    files = [path for path in folder.glob(pattern) if path.stem[len("step-") :].isdecimal()]
+    return sorted((int(path.stem[len("step-") :]), path) for path in files)
 
 
 @dataclass
@@ -176,8 +181,8 @@ class CheckpointWriter:
     @property
     def is_due(self) -> bool:
         """Whether to save after the current step."""
-        is_regular = self.state.step % self.config.every == 0
-        return is_regular or self.state.is_best or self.state.is_done
+        state = self.state
+        return state.step % self.config.every == 0 or state.is_best or state.is_done
 
     def save(self) -> None:
         """Write best.pt after the best evaluation. Then write last.pt, except at step 0.

@@ -7,12 +7,13 @@ the command line and YAML files set values.
 This module does not import torch, so that wrong settings are reported immediately.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from common.errors import UserError
 from common.run_paths import check_name
-from common.settings import Rule, check_path_component, setting
+from common.settings import Rule, check, check_path_component, setting
 from data import DataConfig, TokenizerConfig, python_stdlib
 from generation.config import SamplingConfig
 from model import AttentionConfig, GPTConfig
@@ -140,10 +141,6 @@ OPTIMIZER_CONFIGS: dict[str, type[OptimizerConfig]] = {
 }
 
 
-def _short_sample() -> SamplingConfig:
-    return SamplingConfig(max_new_tokens=100)
-
-
 @dataclass
 class EvalConfig:
     """Evaluation during training."""
@@ -155,7 +152,7 @@ class EvalConfig:
     # windows of the validation split, spread evenly; None: all
     windows: int | None = setting(320, 1, 10**12)
     # a sample without a prompt; max_new_tokens=0: none
-    sample: SamplingConfig = field(default_factory=_short_sample)
+    sample: SamplingConfig = field(default_factory=lambda: SamplingConfig(max_new_tokens=100))
     # plot attention maps at each evaluation
     attention_maps: bool = False
     # log the variance of the attention scores and the entropy of the weights
@@ -183,6 +180,28 @@ class WandbConfig:
     group: str | None = None  # None: WANDB_RUN_GROUP, or the sweep
     tags: list[str] | None = None  # None: WANDB_TAGS
     log_model: bool = False  # log best.pt as an artifact when the run has finished
+
+    def rules(self, section: str) -> Iterator[Rule]:
+        yield (
+            "project",
+            re.fullmatch(r"[^/\\#?%:]{1,128}", self.project or "trilgpt") is not None,
+            r"must have 1 to 128 characters without / \ # ? % :",
+        )
+        has_valid_tags = all(1 <= len(tag) <= 64 for tag in self.tags or [])
+        yield "tags", has_valid_tags, "must have 1 to 64 characters each; set shorter tags"
+
+    def resolve(self, environment: Mapping[str, str]) -> "WandbConfig":
+        """A copy with values of the environment in place of None. Raises UserError."""
+        mode = self.mode or environment.get("WANDB_MODE") or "offline"
+        config = replace(
+            self,
+            mode=mode.lower().replace("dryrun", "offline"),
+            project=self.project or environment.get("WANDB_PROJECT") or "trilgpt",
+            group=self.group or environment.get("WANDB_RUN_GROUP"),
+            tags=self.tags or re.findall("[^,]+", environment.get("WANDB_TAGS", "")),
+        )
+        check(config, "wandb")
+        return config
 
 
 @dataclass

@@ -27,15 +27,17 @@ class ScheduleConfig:
         yield "name", self.name in SCHEDULES, f"is unknown; set one of {', '.join(SCHEDULES)}"
 
 
+# A schedule returns the learning rate after the warmup: 1 is the peak, and 0 is final_fraction.
+
+
 def cosine(progress: float, config: ScheduleConfig) -> float:
-    """Cosine decay from 1 to final_fraction (Loshchilov & Hutter, arXiv:1608.03983)."""
-    remaining = 0.5 * (1 + math.cos(math.pi * progress))
-    return config.final_fraction + (1 - config.final_fraction) * remaining
+    """Cosine decay (Loshchilov & Hutter, arXiv:1608.03983)."""
+    return 0.5 * (1 + math.cos(math.pi * progress))
 
 
 def linear(progress: float, config: ScheduleConfig) -> float:
-    """Linear decay from 1 to final_fraction."""
-    return config.final_fraction + (1 - config.final_fraction) * (1 - progress)
+    """Linear decay."""
+    return 1 - progress
 
 
 def wsd(progress: float, config: ScheduleConfig) -> float:
@@ -43,24 +45,21 @@ def wsd(progress: float, config: ScheduleConfig) -> float:
 
     Constant, then linear decay over the last decay_fraction.
     """
-    remaining = 1.0
-    if config.decay_fraction > 0:
-        remaining = min(1.0, (1 - progress) / config.decay_fraction)
-    return config.final_fraction + (1 - config.final_fraction) * remaining
+    return min(1.0, (1 - progress) / max(1e-9, config.decay_fraction))
 
 
 SCHEDULES = {function.__name__: function for function in (cosine, linear, wsd)}
 
 
-def lr_scale(config: ScheduleConfig, step: int, steps: int | None, progress: float) -> float:
+def lr_scale(config: ScheduleConfig, step: int, progress: float, warmup_progress: float) -> float:
     """The learning rate of the next step, as a fraction of its peak: warmup, then the schedule.
 
     step: finished steps.
-    steps: train.steps; None: limited by epochs or minutes only.
     progress: finished part of the run, 0 to 1 (TrainState.progress).
+    warmup_progress: progress at the end of the warmup. The schedule starts from it at the peak.
     """
     if step < config.warmup_steps:
         return (step + 1) / (config.warmup_steps + 1)
-    warmup = 0.0 if steps is None else config.warmup_steps / steps
-    progress_after_warmup = max(0.0, progress - warmup) / max(1e-9, 1 - warmup)
-    return SCHEDULES[config.name](progress_after_warmup, config)
+    progress_after_warmup = max(0.0, progress - warmup_progress) / max(1e-9, 1 - warmup_progress)
+    decayed = SCHEDULES[config.name](progress_after_warmup, config)
+    return config.final_fraction + (1 - config.final_fraction) * decayed

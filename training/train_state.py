@@ -2,7 +2,7 @@
 
 import math
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from training.runtime import Dist
 SAVED_FIELDS = (
     "step",
     "seconds",
+    "warmup_seconds",
     "best_val_loss",
     "best_val_bpb",
     "best_step",
@@ -34,8 +35,10 @@ class TrainState:
     optimizers: list[Optimizer]
     scaler: torch.amp.GradScaler
     steps_per_epoch: float = math.inf
+    warmup_steps: int = 0  # of the learning rate
     step: int = 0  # finished optimizer steps
     seconds: float = 0.0  # training time
+    warmup_seconds: float = 0.0  # training time of the warmup
     best_val_loss: float = math.inf
     best_val_bpb: float = math.inf
     best_step: int | None = None  # None: not evaluated yet
@@ -61,6 +64,11 @@ class TrainState:
     def progress(self) -> float:
         """The finished part of the run, 0 to 1, by the limit that ends it first."""
         return min(1.0, max(self.used_limits.values()))
+
+    @property
+    def warmup_progress(self) -> float:
+        """The progress at the end of the warmup, once it has ended."""
+        return replace(self, step=self.warmup_steps, seconds=self.warmup_seconds).progress
 
     @property
     def is_done(self) -> bool:
@@ -94,6 +102,8 @@ class TrainState:
         seconds = time.perf_counter() - self.started
         stopped, self.seconds = dist.all_reduce(signal_received, seconds, op="max")
         self.stopped = bool(stopped)
+        if self.step == self.warmup_steps:
+            self.warmup_seconds = self.seconds
 
     def record_evaluation(self, val_loss: float, val_bpb: float) -> None:
         """Update the best evaluation."""
@@ -135,5 +145,6 @@ class TrainState:
         load_state_by_name(self.model, self.optimizers, saved["optimizer"])
         if saved["scaler"]:  # empty unless the run was in float16
             self.scaler.load_state_dict(saved["scaler"])
+        saved = {"warmup_seconds": 0.0} | saved  # which earlier versions have not written
         for key in SAVED_FIELDS:
             setattr(self, key, saved[key])

@@ -9,6 +9,7 @@ from helpers import file_size_limit
 from common.errors import UserError
 from common.files import (
     atomic_write,
+    atomic_writer,
     check_output,
     new_folder,
     read_json,
@@ -23,6 +24,12 @@ def test_full_disk_leaves_the_previous_file_and_no_other(tmp_path):
         atomic_write(path, "new" * 1000)
     assert path.read_text(encoding="utf-8") == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_error_of_reading_keeps_the_name_of_its_file(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"source\.txt"), atomic_writer(tmp_path / "a.txt"):
+        (tmp_path / "source.txt").read_bytes()
+    assert not list(tmp_path.iterdir())
 
 
 def test_previous_file_is_replaced_and_not_overwritten(tmp_path):

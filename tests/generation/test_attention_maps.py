@@ -1,6 +1,7 @@
 """Attention weights and statistics, compared with their definitions, and plots of the weights."""
 
 import math
+import shutil
 from contextlib import chdir
 
 import pytest
@@ -9,6 +10,7 @@ from generation_helpers import BYTES, MIXED, make_peaked_model, make_random_mode
 from helpers import TEXT, metrics, run_command, summary, train_here
 from model_helpers import GPT2, VARIANTS, make_model, random_tokens
 
+import sample
 from common.errors import UserError
 from common.plots import make_figure
 from data import tokenizer
@@ -206,8 +208,16 @@ def test_labels_are_the_tokens_of_the_prompt(tmp_path, monkeypatch, text, expect
     assert labels == expected
 
 
-def test_prompt_is_plotted_in_the_folder_of_the_run(trained, workdir, capsys):
-    """The run is the newest one, run=last. Its context is 16 tokens."""
+def test_prompt_is_plotted_in_the_folder_of_the_run(trained, workdir, monkeypatch, capsys):
+    """Another run becomes run=last while the model is loaded. The context is 16 tokens."""
+    load = sample.load_for_inference
+
+    def load_slowly(*arguments):
+        loaded = load(*arguments)
+        shutil.copytree("runs/a", "runs/newer", copy_function=shutil.copy)
+        return loaded
+
+    monkeypatch.setattr(sample, "load_for_inference", load_slowly)
     assert run_command("sample", "attention_map=true", "prompt=" + 9 * "The ") == 0
     assert (workdir / "runs/a/attention/prompt.png").read_bytes().startswith(PNG)
     out, err = capsys.readouterr()

@@ -1,16 +1,18 @@
 """Models that are loaded for use in Python, and models that are built from weights."""
 
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from helpers import sampling
 from model_helpers import GPT2, make_model, random_tokens
 
+from common.checkpoint_file import FORMAT
 from common.errors import UserError
 from generation.config import LoadConfig
 from generation.engine import Prompt, generate
-from generation.load import load_for_inference, load_run, model_from_weights
+from generation.load import load_for_inference, load_pretrained, load_run, model_from_weights
 from model import AttentionConfig, GPTConfig
 from model.attention import naive
 
@@ -61,3 +63,26 @@ def test_model_from_weights_has_a_tied_head():
     weights = make_model(GPT2).state_dict()
     model = model_from_weights(GPTConfig(**GPT2), 50, naive, weights)
     assert model.lm_head.weight is model.wte.weight
+
+
+MODEL = {"model_config": GPT2, "vocab_size": 50, "model": make_model(GPT2).state_dict()}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        [1],
+        torch.ones(2),
+        {"format": FORMAT},
+        MODEL | {"format": FORMAT, "model": {}},
+        MODEL | {"format": FORMAT, "vocab_size": 70_000},
+        MODEL | {"format": FORMAT, "model_config": [1]},
+    ],
+    ids=["list", "tensor", "no model", "no weights", "other shapes", "other types"],
+)
+def test_file_without_a_complete_model_is_refused(content, workdir):
+    path = Path("runs/a/checkpoints/best.pt")
+    path.parent.mkdir(parents=True)
+    torch.save(content, path)
+    with pytest.raises(UserError, match=r"best.pt is damaged \(.*; restore it, or set another"):
+        load_pretrained("a")

@@ -80,6 +80,15 @@ def test_exported_model_has_the_same_logits_loss_and_gradients(exported):
             torch.testing.assert_close(gradients[name], p.grad, atol=1e-5, rtol=1e-3)
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize(("model_type", "variant"), [("gpt2", GPT2), ("llama", LLAMA)])
+def test_dropout_is_not_the_default_of_transformers(model_type, variant, dropout):
+    content = to_config_json(GPTConfig(**variant | {"dropout": dropout}), model_type)
+    config = transformers.AutoConfig.for_model(**content).to_dict()
+    rates = {config[key] for key in config if key.endswith(("_pdrop", "attention_dropout"))}
+    assert rates == {dropout}
+
+
 def test_imported_config_is_the_exported_one(exported):
     config = from_config_json(exported.content, "config.json")
     before = exported.model.config

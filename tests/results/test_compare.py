@@ -46,11 +46,13 @@ def runs(workdir):
     ],
 )
 def test_files_are_in_one_folder_which_is_printed(runs, capsys, words, out):
+    summaries = {path: path.read_bytes() for path in runs.rglob("summary.json")}
     assert run_command("compare", *words) == 0
     printed = capsys.readouterr().out
     assert all(f"runs/{out}/{name}" in printed for name in FILES)
     folders = {path.parent for name in FILES for path in runs.rglob(name)}
     assert folders == {runs / out}
+    assert {path: path.read_bytes() for path in runs.rglob("summary.json")} == summaries
 
 
 @pytest.mark.parametrize(

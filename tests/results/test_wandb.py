@@ -17,6 +17,7 @@ from wandb_server import ServerRun, WandbServer, wandb_server
 
 from results import wandb as exporter
 from results.wandb import WandbExport, follow_rows, is_logged
+from training.config import WandbConfig
 
 
 @pytest.fixture
@@ -126,9 +127,32 @@ def test_wandb_shows_the_command_of_the_training(logged, in_folder):
 )
 def test_config_decides_before_the_environment(mode, environment, is_started, workdir, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", environment)
-    with WandbExport() as export:
-        export.start(workdir, mode)
+    with WandbExport({"mode": mode}) as export:
+        export.start(workdir)
     assert (export.process is not None) == is_started
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("MODE", "of"), ("PROJECT", "my/project"), ("PROJECT", "p" * 129), ("TAGS", "a," + "t" * 65)],
+)
+def test_environment_that_wandb_refuses_is_refused_before_training(key, value, train, monkeypatch):
+    monkeypatch.setenv(f"WANDB_{key}", value)
+    assert train("name=a", "wandb.mode=null" if key == "MODE" else "wandb.mode=offline") == 2
+    assert not Path("runs").exists()
+
+
+def test_dryrun_is_offline():
+    assert WandbConfig().resolve({"WANDB_MODE": "dryrun"}).mode == "offline"
+
+
+def test_export_writes_below_the_run_only(train, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", "/proc")  # not writable
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "missing"))
+    assert train("name=a", "wandb.mode=offline") == 0
+    assert read_offline_runs(Path("runs/a"))["a"].steps == list(range(7))
+    assert Path("runs/a/wandb/artifacts").exists()
+    assert not Path("runs/a/.wandb-temporary").exists()
 
 
 # Which rows are logged, and until when
@@ -354,6 +378,7 @@ def test_sweep_has_its_runs_and_their_comparison(trained):
         "s comparison": "compare",
     }
     comparison = runs["s comparison"]
+    assert not any("/" in key for row in comparison.rows for key in row)
     assert comparison.run["run_group"] == "s"
     first, second = comparison.run["notes"].splitlines()
     assert first.startswith("attention=naive: 2 finished; kernel naive; val loss 1.5000; step, ms")

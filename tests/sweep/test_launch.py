@@ -81,7 +81,7 @@ def test_exit_code_of_a_sweep(statuses, status, monkeypatch):
 
     monkeypatch.setattr(launch, "compare", compare)
     monkeypatch.setattr(launch, "print_comparison", print_nothing)
-    monkeypatch.setattr(launch.WandbExport, "start", lambda export, folder, mode: None)
+    monkeypatch.setattr(launch.WandbExport, "start", lambda export, folder: None)
     outcomes = {f"seed={n}": Outcome(status, "") for n, status in enumerate(statuses)}
     jobs = [make_job(1), make_job(2)]
     assert finish_sweep(SWEEP, jobs, outcomes) == EXIT_CODES[status]

@@ -10,6 +10,7 @@ from helpers import ADAMW, tiny_model, train_step
 from training.config import OVERFITTING_EVALS, TrainConfig
 from training.optimizer import build_optimizers
 from training.runtime import Dist
+from training.schedule import ScheduleConfig, lr_scale
 from training.train_state import TrainState
 
 
@@ -44,6 +45,26 @@ def test_patience_ends_a_run(evals_since_best, expected):
     config = TrainConfig(steps=20, patience=2)
     state = make_state(config, step=10, evals_since_best=evals_since_best)
     assert state.progress == expected
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [{"steps": 20}, {"steps": 40, "epochs": 2.5}, {"epochs": 2.5}, {"minutes": 1}],
+    ids=["steps", "steps and epochs", "epochs", "minutes"],
+)
+def test_learning_rate_falls_evenly_from_the_end_of_the_warmup(limits, clock):
+    """The first step takes 31.5 seconds, as with compilation, and the others take 1.5 seconds."""
+    config = TrainConfig(**{"steps": None} | limits)
+    state = make_state(config, steps_per_epoch=8, warmup_steps=10)
+    state.start_clock()
+    rates = []
+    while not state.is_done:
+        scale = lr_scale(ScheduleConfig(), state.step, state.progress, state.warmup_progress)
+        rates.append(scale)
+        clock[0] += 31.5 if state.step == 0 else 1.5
+        state.count_step(Dist(), signal_received=False)
+    falling = [1 - i / 10 for i in range(10)]
+    assert rates == pytest.approx([(i + 1) / 11 for i in range(10)] + falling)
 
 
 @pytest.mark.parametrize(
@@ -134,6 +155,7 @@ def trained_state() -> TrainState:
     train_step(state.model, state.optimizers)
     state.step = 4
     state.seconds = 7.0
+    state.warmup_seconds = 5.0
     state.best_val_loss = 2.0
     state.best_val_bpb = 3.0
     state.best_step = 3
@@ -160,9 +182,16 @@ def test_checkpoint_restores_the_fields_of_a_state(trained_state, saved):
     restored = new_state()
     restored.load_state_dict(saved)
     assert restored.summary() == trained_state.summary()
-    assert restored.seconds == 7.0
+    assert (restored.seconds, restored.warmup_seconds) == (7.0, 5.0)
     assert restored.evals_since_best == 1
     assert restored.unlogged == {"lr": 0.1}
+
+
+def test_checkpoint_of_an_earlier_version_has_no_time_of_the_warmup(saved):
+    del saved["warmup_seconds"]
+    restored = new_state()
+    restored.load_state_dict(saved)
+    assert (restored.step, restored.warmup_seconds) == (4, 0.0)
 
 
 def test_checkpoint_restores_weights_and_optimizer_state(trained_state, saved):
