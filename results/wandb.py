@@ -316,7 +316,7 @@ def export_comparison(folder: Path, mode: str) -> None:
         x_axis=None,
         group=folder.name,
         id=summary.get("wandb_id") and f"{summary['wandb_id']}-comparison",
-        name=f"{folder.name} comparison",
+        name=f"{folder.name} comparison".removeprefix("comparison "),  # of runs/comparison
         job_type="compare",
         notes="\n".join(describe_variant(row, rows[0]) for row in rows),
     )

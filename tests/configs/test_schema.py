@@ -67,6 +67,8 @@ NUMBERS = [
         ("train", ["plan=true", "flops_per_second=-1e9"], ("flops_per_second", "above 0")),
         ("train", ["flops_per_second=1e12"], ("flops_per_second", "needs plan=true")),
         ("train", ["world_size=4"], ("world_size=4", "needs plan=true")),
+        ("train", ["wandb.project=my/project"], ("wandb.project=my/project", "without /")),
+        ("bench", [f"wandb.tags=[{65 * 't'}]"], ("wandb.tags=[ttt", "set shorter tags")),
         ("bench", ["block_sizes=[1000000000]"], ("block_sizes=1000000000", "at most")),
         ("sample", ["stop=[]"], ("stop=[]", "a string that is not empty, or a list of them")),
         (

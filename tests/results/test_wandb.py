@@ -408,10 +408,12 @@ def test_folder_without_results_is_refused(workdir):
 
 
 def test_output_of_compare_is_a_run_of_its_own(workdir):
-    write_files(workdir, **{"comparison.csv": COMPARISON})
-    shutil.copy(PICTURE, "comparison.png")
-    export(workdir)
-    assert len(read_offline_runs(workdir)) == 1
+    folder = workdir / "comparison"
+    folder.mkdir()
+    write_files(folder, **{"comparison.csv": COMPARISON})
+    shutil.copy(PICTURE, folder / "comparison.png")
+    export(folder)
+    assert list(read_offline_runs(folder)) == ["comparison"]
 
 
 def test_sweep_whose_first_job_was_killed_at_its_start_has_the_settings_of_the_next(tmp_path):
