@@ -16,6 +16,7 @@ if __name__ == "__main__":  # before the slow imports below, so that a typo is r
 
     config = parse_config("compare", __doc__)
 
+import os
 from pathlib import Path
 
 from common.process import run_process
@@ -28,12 +29,12 @@ from results.read import is_sweep
 def main(config: CompareConfig) -> int:
     """Compare the runs, write the files, and print the table. Returns exit code 0."""
     folders = [
-        RUNS / name if (RUNS / name).is_dir() else Path(name).expanduser()
+        RUNS / name if (RUNS / name).is_dir() else Path(os.path.expanduser(name))
         for name in config.folders
     ]
     out = RUNS / "comparison"
     if config.out is not None:
-        out = Path(config.out).expanduser()
+        out = Path(os.path.expanduser(config.out))
     elif len(folders) == 1 and is_sweep(folders[0]):
         out = folders[0]
     rows = compare(folders, out)

@@ -17,6 +17,7 @@ if __name__ == "__main__":  # before the slow imports below, so that a typo is r
 
     config = parse_config("export", __doc__)
 
+import os
 from pathlib import Path
 
 from common.console import PYTHON
@@ -34,7 +35,7 @@ from model import GPTConfig
 def main(config: ExportConfig) -> int:
     run = find_run(config.run)
     path, checkpoint = load_pretrained(config.run, config.checkpoint)
-    out = Path(config.out or run / "huggingface").expanduser()
+    out = Path(os.path.expanduser(config.out or run / "huggingface"))
     model_type = find_architecture(GPTConfig.from_saved(checkpoint["model_config"]), run.name)
     with new_folder(out) as unfinished:
         write_folder(unfinished, checkpoint, model_type, DTYPES[config.dtype])

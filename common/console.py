@@ -33,7 +33,7 @@ class PlainConsole(Console):
     def __init__(self, stderr: bool = False):
         stream = sys.stderr if stderr else sys.stdout
         # rich would obey FORCE_COLOR in a log file, and show no progress if TERM=dumb
-        is_terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
+        is_terminal = stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
         super().__init__(
             stderr=stderr, force_terminal=is_terminal, highlight=False, emoji=False, markup=False
         )
@@ -77,7 +77,7 @@ def print_text(text: str, stderr: bool = False) -> None:
 
 def prints_unicode() -> bool:
     """Whether stdout can print all characters: its encoding is UTF-8."""
-    return sys.stdout.encoding.lower() == "utf-8"
+    return (sys.stdout.encoding or "utf-8").lower() == "utf-8"  # None: a StringIO
 
 
 def show(text: str) -> None:

@@ -58,7 +58,7 @@ def check_output(out: str | None) -> Path | None:
     """The path of the new file `out`. Raises UserError if it exists, or if its folder does not."""
     if out is None:
         return None
-    path = Path(out).expanduser()
+    path = Path(os.path.expanduser(out))
     if path.exists() or not path.parent.is_dir():
         raise UserError(
             f"out={out} exists, or its folder does not; set a new file in a folder that exists"
@@ -118,7 +118,7 @@ def read_text(path: str) -> str:
     Raises UserError.
     """
     return read_file(
-        Path(path).expanduser(),
+        Path(os.path.expanduser(path)),
         lambda content: content.decode("utf-8-sig"),
         "set a text file in UTF-8",
     )

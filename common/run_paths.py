@@ -4,6 +4,7 @@ docs/run-folder.md lists the files of a run.
 """
 
 import difflib
+import os
 import re
 import time
 from contextlib import suppress
@@ -49,7 +50,7 @@ def find_run(name: str) -> Path:
     files = [*RUNS.glob("*/checkpoints/*.pt"), *SWEEPS.glob("*/*/checkpoints/*.pt")]
     files.sort(key=lambda path: (path.stat().st_mtime, path), reverse=True)
     newest = list(dict.fromkeys(path.parents[1] for path in files))
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if path.parent.name == "checkpoints":
         path = path.parents[1]
     candidates = newest[:1] if name == "last" else [RUNS / path, path]

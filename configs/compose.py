@@ -6,6 +6,7 @@ in schema.py convert. Composition is pure: it reads nothing but YAML, and measur
 """
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass, replace
@@ -69,7 +70,7 @@ def read_files(script: str, choices: dict[str, str], config_dir: str | None) -> 
     folders = [CONFIGS]
     words = []
     if config_dir is not None:
-        folder = Path(config_dir).expanduser()
+        folder = Path(os.path.expanduser(config_dir))
         if not config_dir or not folder.is_dir():
             raise UserError(f"--config-dir={config_dir} is not a folder; set one with YAML files")
         folders.append(folder.resolve())
@@ -116,9 +117,9 @@ def parse_text(script: str, key: str, text: Any, kinds: dict[str, Any]) -> Any:
         recipe = Path(key).stem.removeprefix("train_")
         if "experiment" in list_groups(script) and recipe in list_choices("experiment", [CONFIGS]):
             suggestion = f" (did you mean experiment={recipe}?)"  # nanoGPT's config/train_NAME.py
-        elif "run" in kinds and not text and not key.startswith("-"):
-            suggestion = f" (did you mean run={key}?)"
         hint = "" if text else " (text with spaces needs quotes)"
+        if not text and "run" in kinds:
+            hint = f" (a run is run={key}, and text with spaces needs quotes)"
         raise UserError(f"{key}: there is no such key{suggestion}; see --help and --cfg job{hint}")
     try:
         return parse_value(kind, text)

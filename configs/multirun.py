@@ -63,9 +63,9 @@ def list_values(words: list[str]) -> dict[str, list[str]]:
             values[key] = [value]
             try:
                 (override,) = parser.parse_overrides([word])
-            except OverrideParseException:  # such as paths with parentheses or in Chinese
-                if not value.startswith("["):
-                    values[key] = value.split(",")
+            except OverrideParseException:  # such as text with parentheses or in Chinese
+                if key in ("data.path", "data.val_path") and not value.startswith("["):
+                    values[key] = [path.strip() for path in value.split(",")]
                 continue
             if override.is_discrete_sweep():
                 values[key] = list(override.sweep_iterator(format_swept_value))
@@ -124,10 +124,11 @@ def make_jobs(words: list[str], config_dir: str | None) -> list[Job]:
 
 def name_jobs(combinations: list[dict[str, str]]) -> list[str]:
     """Name jobs by their swept values. Equal names of different values get a hash."""
-    readable = [name_job(values) for values in combinations]
     names = []
-    for name, values in zip(readable, combinations, strict=True):
-        if readable.count(name) > 1:
+    for values in combinations:
+        name = name_job(values)
+        others = [other for other in combinations if name_job(other) == name]
+        if any(other != values for other in others):
             name += f"-{hashlib.sha256(repr(values).encode()).hexdigest()[:6]}"
         names.append(name)
     return names

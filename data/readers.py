@@ -92,6 +92,8 @@ def _iter_file(file: str, config: DataConfig) -> Iterator[Piece]:
                 yield from cut_into_pieces([text])
         else:  # one document of all rows, with nothing between them
             yield from cut_into_pieces(text for text, _ in _iter_rows(file, config))
+    except UserError:
+        raise
     except Exception as error:  # pyarrow, datasets and the network have exceptions of many types
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         advice = (

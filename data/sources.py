@@ -210,7 +210,7 @@ def _list_files(path: str) -> list[str]:
             and "/." not in f"/{file.relative_to(path)}"
         ]
     else:
-        found = glob.glob(path, recursive=True)
+        found = [file for file in glob.glob(path, recursive=True) if not os.path.isdir(file)]
     outputs = tuple(f"{os.path.realpath(folder)}/" for folder in OUTPUT_FOLDERS)
     found = [file for file in found if not os.path.realpath(file).startswith(outputs)]
     for file in found:

@@ -249,7 +249,7 @@ def test_optimizers_do_not_import_dynamo():
 
 
 def test_command_runs_with_closed_streams():
-    command = f"{sys.executable} {ROOT}/sample.py run=none >&- 2>&-"
+    command = f"{sys.executable} {ROOT}/sample.py run=none <&- >&- 2>&-"
     assert subprocess.run(command, shell=True).returncode == 2
 
 

@@ -30,7 +30,8 @@ SWEEP = ["-m", "seed=1,2"]
         ('data.path=["a, b.txt"],["c.txt"]', ['["a, b.txt"]', '["c.txt"]']),
         ("wandb.project='1e3','007'", ["1e3", "007"]),
         ("data.path=北.txt,南.txt", ["北.txt", "南.txt"]),
-        ("data.path=a (1).txt,b.txt", ["a (1).txt", "b.txt"]),
+        ("data.path=a (1).txt, b.txt", ["a (1).txt", "b.txt"]),
+        ("eval.sample.stop=f(a, b):", ["f(a, b):"]),
         # one value
         ("data.path='a, b.txt'", ["'a, b.txt'"]),
         ("data.path=a (1).txt", ["a (1).txt"]),
@@ -120,7 +121,7 @@ def test_job_gets_swept_text_as_typed(workdir):
     [
         ("data.path=[x/a.txt],[x_a.txt]", ["[x/a.txt]", "[x_a.txt]"]),
         ('data.path=["北.txt"],["南.txt"]', [["北.txt"], ["南.txt"]]),
-        ("wandb.project=a+b,'a b','a/b'", ["a+b", "a b", "a/b"]),
+        ("wandb.entity=a+b,'a b','a/b'", ["a+b", "a b", "a/b"]),
     ],
 )
 def test_jobs_of_different_values_have_different_names(word, values, workdir):

@@ -257,7 +257,7 @@ TABLES = [
 ]
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 POINTERS = [
-    (name, POINTER, f"{name} is a Git LFS pointer; .* git lfs pull")
+    (name, POINTER, f"^{name} is a Git LFS pointer; .* git lfs pull")
     for name in ("pointer.txt", "pointer.jsonl.gz", "pointer.parquet")
 ]
 UNREADABLE = [*POINTERS, *PATHS, *WITHOUT_TEXT, *ENCODINGS, *COMPRESSED, *TABLES]
