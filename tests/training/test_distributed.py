@@ -162,12 +162,9 @@ def test_failing_rank_ends_the_others_and_its_error_is_the_first_one(tmp_path_fa
 # Processes that are interrupted
 
 SLOW_SAVE = """
+import atexit
 from training import checkpoint
-leave = os._exit
-def record_and_leave(code):
-    Path(f"rank{os.environ['RANK']}_left").touch()
-    leave(code)
-os._exit = record_and_leave
+atexit.register(lambda: Path(f"rank{os.environ['RANK']}_left").touch())
 save = checkpoint.save_checkpoint
 def slow_save(path, content):
     time.sleep(1.5)
