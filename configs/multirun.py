@@ -124,12 +124,13 @@ def make_jobs(words: list[str], config_dir: str | None) -> list[Job]:
 
 def name_jobs(combinations: list[dict[str, str]]) -> list[str]:
     """Name jobs by their swept values. Equal names of different values get a hash."""
+    jobs = [(name_job(values), repr(values)) for values in combinations]
+    last = dict(jobs)
+    ambiguous = {name for name, text in jobs if text != last[name]}
     names = []
-    for values in combinations:
-        name = name_job(values)
-        others = [other for other in combinations if name_job(other) == name]
-        if any(other != values for other in others):
-            name += f"-{hashlib.sha256(repr(values).encode()).hexdigest()[:6]}"
+    for name, text in jobs:
+        if name in ambiguous:
+            name += f"-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
         names.append(name)
     return names
 

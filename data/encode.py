@@ -66,7 +66,8 @@ def iter_texts(source: Source, tokenizer: str) -> Iterator[str]:
 
     Only char, which needs all characters, also reads the separate validation files.
     """
-    for is_validation in [False, True] if tokenizer == "char" else [False]:
+    splits = [False, True] if tokenizer == "char" else [False]
+    for is_validation in splits:
         for chunk in iter_chunks(source, is_validation, "reading"):
             for piece in chunk:
                 yield piece.text

@@ -172,6 +172,12 @@ def to_spec(tokenizer: tiktoken.Encoding) -> dict:
     }
 
 
+def is_same_vocabulary(spec: dict, other: dict) -> bool:
+    """Whether two specs convert text to the same ids."""
+    may_differ = {"name": None, "start": None}
+    return spec | may_differ == other | may_differ
+
+
 def from_spec(spec: dict) -> Tokenizer:
     """Build the tokenizer that to_spec converted."""
     tokens = [base64.b64decode(token) for token in spec["tokens"]]

@@ -60,22 +60,21 @@ class WandbExport(AbstractContextManager):
             return
         self.scratch = folder.resolve() / ".wandb-temporary"
         wandb_dir = find_wandb_dir(folder.resolve())
+        command = [sys.executable, "-P", "-u", "-m", "results.wandb", str(folder)]
+        command += ["--mode", self.mode, "--follow", str(os.getpid())]
+        environment = {
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "PYTHONUTF8": "1",
+            # The home folder can be read-only. `wandb sync` needs the data of offline runs.
+            "TMPDIR": str(self.scratch),
+            "WANDB_CACHE_DIR": str(wandb_dir),  # logs, in its folder wandb
+            "WANDB_DATA_DIR": str(wandb_dir / "wandb"),
+        }
         try:
             self.scratch.mkdir(exist_ok=True)
             self.process = subprocess.Popen(
-                [
-                    *(sys.executable, "-P", "-u", "-m", "results.wandb", str(folder)),
-                    *("--mode", self.mode, "--follow", str(os.getpid())),
-                ],
-                env=os.environ
-                | {
-                    "PYTHONPATH": os.pathsep.join(sys.path),
-                    "PYTHONUTF8": "1",
-                    # The home folder can be read-only. `wandb sync` needs the data of offline runs.
-                    "TMPDIR": str(self.scratch),
-                    "WANDB_CACHE_DIR": str(wandb_dir),  # logs, in its folder wandb
-                    "WANDB_DATA_DIR": str(wandb_dir / "wandb"),
-                },
+                command,
+                env=os.environ | environment,
                 stdin=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is for this process
@@ -94,7 +93,9 @@ class WandbExport(AbstractContextManager):
         notice.cancel()
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
-        code = self.process.wait()
+        with suppress(KeyboardInterrupt):
+            self.process.wait()
+        code = self.process.returncode
         rmtree(self.scratch, ignore_errors=True)
         if code not in (0, 1):  # 1: the child process has printed the reason
             print(f"wandb did not finish (exit code {code}); the run folder has all results")
@@ -121,8 +122,8 @@ def main() -> int:
         print(f"wandb: {shorten(repr(error), 250)}; log the folder later with {again}")
         return 1
     if arguments.mode == "offline":
-        runs = shlex.quote(f"{find_wandb_dir(arguments.folder)}/wandb")
-        print(f"upload   wandb sync {runs}")
+        wandb_folder = find_wandb_dir(arguments.folder) / "wandb"
+        print(f"upload   wandb sync {shlex.quote(str(wandb_folder))}")
     return 0
 
 
@@ -156,7 +157,8 @@ def read_run(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def find_wandb_dir(folder: Path) -> Path:
     """The folder that contains the folder `wandb` of a run. All jobs of a sweep share one."""
-    return folder.parent if (folder.parent / "sweep.json").exists() else folder
+    is_job = (folder.parent / "sweep.json").exists()
+    return folder.parent if is_job else folder
 
 
 def start_run(
@@ -204,7 +206,8 @@ def to_media(row: dict[str, Any], folder: Path) -> dict[str, Any]:
     media = dict(row)
     for key, value in row.items():
         if isinstance(value, list):
-            media[key] = wandb.Table(list(value[0]), [list(item.values()) for item in value])
+            data = [list(item.values()) for item in value]
+            media[key] = wandb.Table(columns=list(value[0]), data=data)
         elif isinstance(value, str):
             media[key] = wandb.Image(str(folder / value))
     return media
@@ -291,6 +294,7 @@ def export_bench(folder: Path, mode: str) -> None:
     table = read_table(folder / "attention.csv")
     for backend in dict.fromkeys(row["backend"] for row in table):
         rows = [row for row in table if row["backend"] == backend]
+        attention = {"requested": backend, "resolved": rows[-1]["resolved"]}
         run = start_run(
             folder,
             mode,
@@ -299,9 +303,7 @@ def export_bench(folder: Path, mode: str) -> None:
             name=backend,
             job_type="bench",
             notes="\n".join(["fastest backends:", *fastest]),
-            config=config
-            | summary
-            | {"attention": {"requested": backend, "resolved": rows[-1]["resolved"]}},
+            config=config | summary | {"attention": attention},
         )
         log_table(run, run.log, rows, "{phase} {mask} {dtype}", folder / "attention.png")
 
@@ -316,7 +318,7 @@ def export_comparison(folder: Path, mode: str) -> None:
         x_axis=None,
         group=folder.name,
         id=summary.get("wandb_id") and f"{summary['wandb_id']}-comparison",
-        name=f"{folder.name} comparison".removeprefix("comparison "),  # of runs/comparison
+        name="comparison" if folder.name == "comparison" else f"{folder.name} comparison",
         job_type="compare",
         notes="\n".join(describe_variant(row, rows[0]) for row in rows),
     )

@@ -18,12 +18,14 @@ from pkgutil import resolve_name
 
 import pytest
 import torch
+from data_helpers import write_file
 from helpers import (
     ROOT,
     TINY,
     file_size_limit,
     load,
     metrics,
+    run_command,
     summary,
     untimed,
     wait_for_step,
@@ -459,3 +461,29 @@ def test_run_whose_output_is_no_longer_read_ends_as_after_a_signal(train, capfd,
     if saved is not None:
         assert f"saved at step {saved}; resume with the same command and name=a" in error
         assert load("a")["step"] == metrics("a")[-1]["step"] == saved
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["sample", "run=~/runs/a", "prompt_file=~/text.txt", "max_new_tokens=1"],
+        ["sample", "run=~/runs/a", "prompts=~/line.txt", "out=~/new.jsonl", "max_new_tokens=1"],
+        ["eval", "run=~/runs/a/checkpoints/last.pt", "data.path=~/line.txt", "out=~/new.jsonl"],
+        ["compare", "~/runs/a", "out=~/new.jsonl"],
+        ["export", "run=~/runs/llama", "out=~/new.jsonl"],
+        ["sample", "--config-dir", "~/own", "attention=mine", "run=~/runs/a", "max_new_tokens=1"],
+        ["prepare", "data.path=~/text.txt", "tokenizer=run", "tokenizer.run=~/runs/a"],
+    ],
+    ids=" ".join,
+)
+def test_paths_can_start_in_the_home_folder(words, trained, train, workdir, monkeypatch):
+    if words[0] == "export":
+        assert train("name=llama", "model=llama", "train.steps=1") == 0
+    write_file("line.txt", "The 7th line")
+    write_file("own/attention/mine.yaml", "backend: naive")
+    monkeypatch.setenv("HOME", str(workdir))
+    (workdir / "elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    assert run_command(*words) == 0
+    assert not Path("~").exists()
+    assert (workdir / "new.jsonl").exists() == any("new.jsonl" in word for word in words)

@@ -12,6 +12,7 @@ from common.errors import UserError
 from common.machine import describe_environment, dtype_name
 from common.settings import format_value
 from data.prepare import PreparedData, prepare
+from data.tokenizer import is_same_vocabulary
 from generation.load import load_pretrained
 from model.config import GPTConfig
 from model.flops import flops_per_token, kv_cache_bytes_per_token, n_params
@@ -83,8 +84,7 @@ def load_init_weights(init_from: str, model: GPT, tokenizer_spec: dict) -> None:
     if init_from in GPT2_MODELS:
         run = f"hf:openai-community/{init_from}"
     path, saved = load_pretrained(run)
-    may_differ = {"name": None, "start": None}
-    if saved["tokenizer"] | may_differ != tokenizer_spec | may_differ:
+    if not is_same_vocabulary(saved["tokenizer"], tokenizer_spec):
         raise UserError(
             f"{path} has another tokenizer than this run; set tokenizer=run tokenizer.run={run}"
         )

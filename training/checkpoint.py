@@ -23,6 +23,7 @@ from common.checkpoint_file import damaged, save_checkpoint
 from common.errors import TrainingFailed, UserError
 from common.files import atomic_writer
 from common.settings import describe_changes, flatten_dict, format_value
+from data.tokenizer import is_same_vocabulary
 from generation.load import load_model_checkpoint
 from model.config import GPTConfig
 from training.config import CheckpointConfig, RunConfig
@@ -90,6 +91,8 @@ def check_identity(folder: Path, saved: dict, header: dict) -> None:
         data = header["config"]["data"]
         source = format_value(data["path"] or data["name"])
         changes |= settings or {"text": f"another text than {source} has now"}
+    elif not is_same_vocabulary(saved["tokenizer"], header["tokenizer"]):
+        changes["vocabulary"] = "a vocabulary that an earlier version made of the same text"
     if changes:
         raise UserError(
             f"{folder} was trained with {', '.join(changes.values())}; restore the old values, or "
@@ -162,8 +165,8 @@ def find_step_files(folder: Path, pattern: str) -> list[tuple[int, Path]]:
 
     pattern: such as checkpoints/step-*.pt.
     """
-    files = [path for path in folder.glob(pattern) if path.stem[len("step-") :].isdecimal()]
-    return sorted((int(path.stem[len("step-") :]), path) for path in files)
+    files = [(path.stem.removeprefix("step-"), path) for path in folder.glob(pattern)]
+    return sorted((int(step), path) for step, path in files if step.isdecimal())
 
 
 @dataclass
@@ -181,8 +184,8 @@ class CheckpointWriter:
     @property
     def is_due(self) -> bool:
         """Whether to save after the current step."""
-        state = self.state
-        return state.step % self.config.every == 0 or state.is_best or state.is_done
+        is_regular = self.state.step % self.config.every == 0
+        return is_regular or self.state.is_best or self.state.is_done
 
     def save(self) -> None:
         """Write best.pt after the best evaluation. Then write last.pt, except at step 0.

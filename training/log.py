@@ -136,9 +136,8 @@ class RunLogger(AbstractContextManager):
                 style="bold yellow",
             )
         if state.evals_since_best == patience:
-            self.bar.print_text(
-                f"stopping: train.patience={patience} evaluations without a lower loss"
-            )
+            reason = f"train.patience={patience} evaluations without a lower loss"
+            self.bar.print_text(f"stopping: {reason}")
 
     def flush(self) -> None:
         """Wait until all metrics are on the disk. Call this before a checkpoint is saved.

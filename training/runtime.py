@@ -32,7 +32,7 @@ from training.parallel import DDP, FSDP2
 # A rank gives up after waiting this long for the others. Rank 0 must save a checkpoint or generate
 # a sample in this time.
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
-USE_TORCHRUN = "start the processes with torchrun, or unset WORLD_SIZE"
+USE_TORCHRUN = "start the processes with torchrun, or unset RANK and WORLD_SIZE"
 
 
 @dataclass(frozen=True)
@@ -48,17 +48,23 @@ class Dist:
     def from_environment(cls) -> "Dist":
         """Read the variables that torchrun sets. A single process without them.
 
-        Raises UserError if a variable is not a number.
+        Raises UserError if they do not fit together.
         """
         try:
-            return cls(
+            dist = cls(
                 rank=int(os.environ.get("RANK", "0")),
                 world_size=int(os.environ.get("WORLD_SIZE", "1")),
                 local_rank=int(os.environ.get("LOCAL_RANK", "0")),
                 local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
             )
         except ValueError as error:
-            raise UserError(f"{error} in RANK or WORLD_SIZE; {USE_TORCHRUN}") from None
+            raise UserError(
+                f"a variable such as RANK is no number: {error}; {USE_TORCHRUN}"
+            ) from None
+        if not 0 <= dist.rank < dist.world_size:
+            advice = f"must be less than WORLD_SIZE={dist.world_size}; {USE_TORCHRUN}"
+            raise UserError(f"RANK={dist.rank} {advice}")
+        return dist
 
     @property
     def is_main(self) -> bool:

@@ -164,12 +164,15 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     if is_in_table(device) and not is_tf32:
         half_peak, float32_peak = GPU_PEAK[torch.cuda.get_device_name(device)]
         return float32_peak if is_float32 else half_peak
-    return measure_peak_flops(device, dtype)
+    return measure_peak_flops(device, dtype, torch.get_float32_matmul_precision())
 
 
 @cache
-def measure_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Peak FLOP/s of the fastest of a few large products, measured once per process."""
+def measure_peak_flops(device: torch.device, dtype: torch.dtype, precision: str) -> float:
+    """Peak FLOP/s of the fastest of a few large products, measured once per process.
+
+    precision: torch.get_float32_matmul_precision(). Products with another one are measured again.
+    """
     size = 8192 if device.type == "cuda" else 1024
     # The first product on a GPU loads kernels. Some CPUs need seconds for a product in bfloat16.
     min_calls = 1 if device.type == "cpu" else MAX_PRODUCTS

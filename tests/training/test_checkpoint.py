@@ -29,7 +29,8 @@ from training.train_state import TrainState
 
 MODEL_CONFIG = asdict(tiny_model().config)
 HEADER = {
-    "vocab_size": 20, "model_config": MODEL_CONFIG, "identity": {}, "config": {"seed": 1}
+    "vocab_size": 20, "model_config": MODEL_CONFIG, "identity": {}, "config": {"seed": 1},
+    "tokenizer": {},
 }  # fmt: skip
 
 
@@ -210,6 +211,11 @@ def test_run_from_before_a_key_existed_has_its_old_value():
 def test_other_data_is_explained_by_its_settings_or_by_the_text(key, value, difference):
     with pytest.raises(UserError, match=f"runs/a was trained with {difference};"):
         check_change(change(key, value), OTHER_DATA)
+
+
+def test_other_vocabulary_of_the_same_text_is_refused():
+    with pytest.raises(UserError, match="a vocabulary that an earlier version made"):
+        check_change(CONFIG, META | {"tokenizer": {"tokens": ["YQ=="]}})
 
 
 def test_steps_below_those_of_the_checkpoint_are_refused(state, checkpoints):

@@ -177,9 +177,16 @@ def test_each_number_changes_the_seed_of_the_device(other):
 
 @pytest.mark.parametrize(
     ("variables", "message"),
-    [({"WORLD_SIZE": "x"}, "'x'"), ({"WORLD_SIZE": ""}, "''"), ({"WORLD_SIZE": "2"}, "RANK")],
+    [
+        ({"WORLD_SIZE": "x"}, "'x'"),
+        ({"WORLD_SIZE": ""}, "''"),
+        ({"WORLD_SIZE": "2"}, "RANK"),
+        ({"RANK": "1"}, "RANK=1 must be less than WORLD_SIZE=1"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK=-1"),
+    ],
 )
 def test_incomplete_variables_of_torchrun_are_refused(variables, message, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=f"{message}.*start the processes with torchrun"):
