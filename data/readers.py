@@ -103,7 +103,7 @@ def _iter_file(file: str, config: DataConfig) -> Iterator[Piece]:
         if is_remote(file):
             advice = "check the network and data.text_column, or set data.path to a local copy"
         elif is_table(file):
-            advice = f"{advice}; or {ADVICE}"
+            advice = f"correct the file (text must be UTF-8), or {ADVICE}"
         raise UserError(f"{file} cannot be read ({reason}); {advice}") from error
 
 
