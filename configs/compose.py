@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass, replace
+from functools import cache
 from inspect import formatannotation
 from pathlib import Path
 from types import NoneType, UnionType
@@ -86,13 +87,25 @@ def read_files(script: str, choices: dict[str, str], config_dir: str | None) -> 
             raise UserError(f"{group}={choice} is unknown{suggestion}; {advice}")
         words.append(f"{'experiment@_global_' if group == 'experiment' else group}={choice}")
     texts = {}
-    with hydra_loader() as loader:
-        for file in loader.compute_defaults_list(script, words, RunMode.RUN).defaults:
-            paths = [folder / f"{file.config_path}.yaml" for folder in folders]
+    with hydra_loader():
+        for name, package in select_files(script, *words):
+            paths = [folder / f"{name}.yaml" for folder in folders]
             for path in filter(Path.exists, paths):  # none for files of Hydra itself
-                texts |= read_texts(path, file.package)
+                texts |= read_texts(path, package)
                 break
     return texts
+
+
+@cache  # a sweep composes many jobs, and this is most of the time
+def select_files(script: str, *words: str) -> list[tuple[str, str]]:
+    """Select YAML files by their defaults lists, with Hydra.
+
+    words: choices of groups. Returns (path in a folder of configs, section of its keys) of each.
+    Call this inside hydra_loader.
+    """
+    loader = GlobalHydra.instance().config_loader()
+    defaults = loader.compute_defaults_list(script, list(words), RunMode.RUN).defaults
+    return [(file.config_path, file.package) for file in defaults]
 
 
 def read_texts(path: Path, package: str) -> dict[str, Any]:
