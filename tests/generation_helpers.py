@@ -57,8 +57,8 @@ def windowed_linear_attention(q, k, v, *, dropout_p, softcap, **masks):
     return (weights @ repeat_kv(v, q.shape[2]).transpose(1, 2)).transpose(1, 2)
 
 
-def logits_without_cache(model, tokens):
-    """Next-token logits (V) from all tokens, by the definition in generation/engine.py.
+def logits_without_cache(model, tokens, first):
+    """Next-token logits (N, V) after tokens[:first] and each longer start, by engine.py's definition.
 
     With rotary positions, each layer sees at most block_size tokens, or its window. With learned
     positions, the last half of block_size is read again when the context is full.
@@ -71,12 +71,15 @@ def logits_without_cache(model, tokens):
         for block in longer.blocks:
             if block.attn.attention_type == "linear":
                 block.attn.attend = windowed_linear_attention
-        return longer(torch.tensor([tokens]))[0, -1]
-    length = min(len(tokens), T)
-    if len(tokens) > T:
-        half = max(1, T // 2)
-        length = half + (len(tokens) - T - 1) % (T - half + 1)
-    return model(torch.tensor([tokens[-length:]]))[0, -1]
+        return longer(torch.tensor([tokens]))[0, first - 1 :]
+    logits = []
+    for end in range(first, len(tokens) + 1):
+        length = min(end, T)
+        if end > T:
+            half = max(1, T // 2)
+            length = half + (end - T - 1) % (T - half + 1)
+        logits.append(model(torch.tensor([tokens[end - length : end]]))[0, -1])
+    return torch.stack(logits)
 
 
 def greedy(model, prompt, n):

@@ -21,15 +21,18 @@ def assert_logits_equal_without_cache(model, prompts):
     """
     T = model.config.block_size
     engine = Engine(model, sampling(temperature=0.0), batch_size=4, max_length=100)
-    recorded = []  # the logits (B, V) of each step
+    recorded = []  # logits
     model.lm_head.register_forward_hook(lambda module, inputs, logits: recorded.append(logits))
     engine.add([Prompt(tokens, seed=0) for tokens in prompts])
+    steps = []
     for _ in range(max(6, T + 5)):
-        before = [list(sequence.tokens) for sequence in engine.sequences]
         engine.step()
-        for logits, tokens in zip(recorded[-1], before, strict=True):
-            expected = logits_without_cache(model, tokens)
-            torch.testing.assert_close(logits, expected, atol=2e-4, rtol=1e-4)
+        steps.append(recorded[-1])  # (B, V)
+    for i, prompt in enumerate(prompts):
+        logits = torch.stack([step[i] for step in steps])
+        tokens = engine.sequences[i].tokens[:-1]  # the last one is not read
+        expected = logits_without_cache(model, tokens, len(prompt))
+        torch.testing.assert_close(logits, expected, atol=2e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", BACKEND_NAMES)
