@@ -7,8 +7,9 @@ keys:
   run=NAME              a run in runs/; last is the newest
   out=FOLDER            the folder to write
   dtype=bfloat16        or float16, float32: the type of the weights
-  checkpoint=last       instead of best
+  checkpoint=last       instead of best; or step-500, if checkpoint.keep has kept it
 
+README.md in the folder is a model card. Choose a license there before you publish the model.
 docs/interoperability.md shows how to use the folder, and which models can be exported.
 """
 
@@ -30,6 +31,7 @@ from generation.load import load_pretrained
 from huggingface.architectures import find_architecture
 from huggingface.folder import write_folder
 from model import GPTConfig
+from results.card import write_card
 
 
 def main(config: ExportConfig) -> int:
@@ -39,6 +41,7 @@ def main(config: ExportConfig) -> int:
     model_type = find_architecture(GPTConfig.from_saved(checkpoint["model_config"]), run.name)
     with new_folder(out) as unfinished:
         write_folder(unfinished, checkpoint, model_type, DTYPES[config.dtype])
+        write_card(unfinished, run, checkpoint)
     print(f"{path} -> {out}\nnext     {PYTHON} sample.py run=hf:{out}")
     return 0
 

@@ -67,9 +67,11 @@ def find_checkpoint(run: str, checkpoint: str) -> Path:
     """Path of a run's checkpoint. Raises UserError if it does not exist.
 
     run: as for find_run.
-    checkpoint: "best", "last" or "step-NNNNNN". Not used if `run` is a file.
+    checkpoint: "best", "last" or "step-N" (step-NNNNNN.pt). Not used if `run` is a file.
     """
     folder = find_run(run)
+    if checkpoint.startswith("step-"):
+        checkpoint = f"step-{int(checkpoint.removeprefix('step-')):06d}"
     if Path(run).parent.name == "checkpoints":
         checkpoint = Path(run).stem
     paths = {path.stem: path for path in sorted((folder / "checkpoints").glob("*.pt"))}

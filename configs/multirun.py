@@ -97,7 +97,7 @@ def make_jobs(words: list[str], config_dir: str | None) -> list[Job]:
     configs = [choose_preset(compose_config("train", job, config_dir)) for job in all_words]
     if len(set(names)) < len(names):
         raise UserError(f"{max(names, key=names.count)} would be trained twice; list it once")
-    label = f"{configs[0].data.name}-{configs[0].model.name}"
+    label = f"{configs[0].data.label}-{configs[0].model.name}"
     sweep = configs[0].name or make_new_folder(SWEEPS, label)
     if (RUNS / sweep / "config.yaml").exists():  # preset=auto would be the preset of this run
         raise UserError(f"{RUNS / sweep} is a run; set another name for the sweep")

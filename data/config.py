@@ -1,7 +1,9 @@
 """Config of the data and the tokenizer: each key has its type, default, limits and meaning."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from common.settings import Rule, check_path_component, setting
@@ -46,6 +48,19 @@ class DataConfig:
     text_bytes: int | None = setting(None, 1, MAX_COUNT)
     # Tokens attend only to their own document, and positions restart with it.
     document_mask: bool = False
+
+    @property
+    def label(self) -> str:
+        """Name of the text for people: of a local file or folder that replaces a remote data set.
+
+        The data set keeps its name, because this is a part of fingerprints.
+        """
+        is_remote = self.text_bytes or self.repo
+        if not is_remote or not isinstance(self.path, str) or "://" in self.path:
+            return self.name
+        name = Path(self.path).name.partition(".")[0]
+        is_plain = re.fullmatch(r"[A-Za-z0-9_-]{1,60}", name)  # and can be in the name of a run
+        return name if is_plain else self.name
 
     def rules(self, section: str) -> Iterator[Rule]:
         check_path_component(f"{section}.name", self.name)

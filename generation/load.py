@@ -2,7 +2,7 @@
 
 run: name or path of a run, "last" for the newest, or hf:NAME, a folder or a model of the Hugging
     Face hub.
-checkpoint: "best", "last" or "step-NNNNNN", for runs.
+checkpoint: "best", "last" or "step-N", for runs.
 All functions raise UserError if the model does not exist or cannot be read.
 """
 

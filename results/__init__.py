@@ -5,5 +5,6 @@ read.py         runs and their curves; variants, which are runs with equal confi
 statistics.py   means with intervals over seeds, pairs of runs, verdicts
 speedup.py      speedup at equal loss
 compare.py      a row for each variant, the terminal's table, comparison.csv
+card.py         the model card of an exported run
 plots.py        loss.png of a run, comparison.png
 """

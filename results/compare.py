@@ -4,6 +4,7 @@ read.py joins runs to variants. The first variant is the baseline. A row is a di
 the metrics that the registry compares to their Value.
 """
 
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 from rich.table import Table
 
 from common.console import PlainConsole, make_table
-from common.files import write_csv
+from common.files import write_csv, write_json
 from results.metrics import (
     COMPUTED,
     DIFFERENCE,
@@ -61,6 +62,7 @@ VERDICT_NOTES = {
 def compare(folders: list[Path], out: Path) -> list[Row]:
     """Compare runs, and write FILES.
 
+    comparison.json has the folders of the runs, relative to `out`, for results/wandb.py.
     out: folder for the files, which is created if needed.
     Returns the rows. Raises UserError for a folder that is not a run and for a damaged file.
     """
@@ -69,6 +71,8 @@ def compare(folders: list[Path], out: Path) -> list[Row]:
     out.mkdir(parents=True, exist_ok=True)
     write_csv([flatten_row(row) for row in rows], out / "comparison.csv")
     plot_comparison(variants, rows, out / "comparison.png")
+    runs = [os.path.relpath(run.folder, out) for variant in variants for run in variant.runs]
+    write_json(out / "comparison.json", {"runs": runs})
     return rows
 
 

@@ -6,6 +6,7 @@ metrics.jsonl: training never waits for wandb, and continues if wandb fails.
 """
 
 import json
+import math
 import os
 import re
 import shlex
@@ -155,6 +156,17 @@ def read_run(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return {}, {}
 
 
+def read_options(folder: Path) -> dict[str, Any]:
+    """Read the section wandb of a config. A comparison has the values that all its runs have."""
+    compared = read_json(folder / "comparison.json").get("runs", ["."])
+    first, *others = [read_run(folder / run)[0].get("wandb", {}) for run in compared]
+    return {
+        key: value
+        for key, value in first.items()
+        if all(other.get(key) == value for other in others)
+    }
+
+
 def find_wandb_dir(folder: Path) -> Path:
     """The folder that contains the folder `wandb` of a run. All jobs of a sweep share one."""
     is_job = (folder.parent / "sweep.json").exists()
@@ -171,8 +183,7 @@ def start_run(
     """
     import wandb
 
-    config, _ = read_run(folder)
-    options = WandbConfig(**config.get("wandb", {})).resolve(os.environ)
+    options = WandbConfig(**read_options(folder)).resolve(os.environ)
     wandb_dir = find_wandb_dir(folder).resolve()
     for earlier in wandb_dir.glob(f"wandb/offline-run-*-{arguments.get('id')}"):
         rmtree(earlier)
@@ -312,6 +323,7 @@ def export_comparison(folder: Path, mode: str) -> None:
     """Export comparison.csv. The comparison of a sweep that is continued is the same wandb run."""
     _, summary = read_run(folder)
     rows = read_table(folder / "comparison.csv")
+    fastest_first = sorted(rows, key=lambda row: row["step_ms"] or math.inf)
     run = start_run(
         folder,
         mode,
@@ -320,7 +332,7 @@ def export_comparison(folder: Path, mode: str) -> None:
         id=summary.get("wandb_id") and f"{summary['wandb_id']}-comparison",
         name="comparison" if folder.name == "comparison" else f"{folder.name} comparison",
         job_type="compare",
-        notes="\n".join(describe_variant(row, rows[0]) for row in rows),
+        notes="\n".join(describe_variant(row, rows[0]) for row in fastest_first),
     )
     log_table(run, run.summary.update, rows, "{variant}", folder / "comparison.png")
 

@@ -43,12 +43,16 @@ def torchrun(
     )
 
 
-def torchrun_on_machines(folders: list[Path], *overrides: str) -> list[subprocess.Popen]:
-    """One process in each folder. The processes share no files."""
+def find_free_port() -> str:
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
-    flags = (f"--nnodes={len(folders)}", "--rdzv_backend=c10d", f"--rdzv_endpoint={address}")
+        return str(free.getsockname()[1])
+
+
+def torchrun_on_machines(folders: list[Path], *overrides: str) -> list[subprocess.Popen]:
+    """One process in each folder. The processes share no files."""
+    endpoint = f"--rdzv_endpoint=localhost:{find_free_port()}"
+    flags = (f"--nnodes={len(folders)}", "--rdzv_backend=c10d", endpoint)
     return [torchrun(1, *overrides, flags=flags, cwd=folder) for folder in folders]
 
 

@@ -1,5 +1,6 @@
 """export.py: the complete path from training to transformers and back."""
 
+import re
 import shutil
 from collections.abc import Callable
 from contextlib import chdir
@@ -123,6 +124,21 @@ def test_export_is_written_into_the_folder_of_the_run(gpt2, export, workdir):
     assert "next     python sample.py run=hf:runs/a/huggingface" in output
     model = transformers.AutoModelForCausalLM.from_pretrained("runs/a/huggingface")
     assert model.dtype == torch.bfloat16
+
+
+def test_code_in_the_model_card_generates_text(exported, monkeypatch, capsys):
+    monkeypatch.chdir(exported.folder)
+    (code,) = re.findall("```python\n(.+?)```", Path("README.md").read_text("utf-8"), re.DOTALL)
+    exec(code)
+    assert capsys.readouterr().out.startswith("The")
+
+
+def test_checkpoint_of_a_step_is_exported(train, export):
+    words = ["model=gpt2", "tokenizer=byte", "checkpoint.every=1", "checkpoint.keep=9"]
+    assert train("name=a", *words) == 0
+    assert export("run=a", "out=exported", "checkpoint=step-2")[0] == 0
+    _, exported = load_pretrained("hf:exported")
+    assert_equal_weights(exported["model"], load("a", "step-000002")["model"])
 
 
 def test_export_of_one_document_has_the_same_start_of_samples(train, sample, export):

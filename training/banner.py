@@ -25,7 +25,7 @@ def format_banner(config: RunConfig, run: RunFolder, meta: dict) -> str:
         text_bytes = format_si(sum(meta["bytes"].values()), "B")
         lines.append(f"preset   {config.preset}, for {text_bytes} of text")
     lines.append(
-        f"data     {config.data.name}, {tokens['train']:,} training tokens and "
+        f"data     {config.data.label}, {tokens['train']:,} training tokens and "
         f"{tokens['val']:,} validation tokens, "
         f"{meta['tokenizer']['name']} vocabulary of {meta['vocab_size']:,}"
     )

@@ -76,7 +76,7 @@ class RunFolder(AbstractContextManager):
         self.is_main = dist.is_main
         name = config.name
         if self.is_main and name is None:
-            label = f"{config.data.name}-{config.model.name}-{config.attention.backend}"
+            label = f"{config.data.label}-{config.model.name}-{config.attention.backend}"
             name = make_new_folder(RUNS, label)
         self.name: str = dist.broadcast(name)
         self.folder = RUNS / self.name

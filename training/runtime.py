@@ -6,6 +6,7 @@ The config can set these to auto or null. common/machine.py resolves device and 
 import os
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -80,13 +81,10 @@ class Dist:
             return
         if not self.is_main:
             sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (stays open)
-        is_cuda = device.type == "cuda"
         try:
-            torch_dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
-                timeout=COLLECTIVE_TIMEOUT,
-                device_id=device if is_cuda else None,
-            )
+            # torch waits for the other ranks in C++. In another thread, so that this one can handle
+            # signals.
+            ThreadPoolExecutor(1).submit(init_process_group, device).result()
         except ValueError as error:  # a variable such as RANK or MASTER_ADDR is missing
             raise UserError(f"{error}; {USE_TORCHRUN}") from None
         self.require_equal(f"dtype={dtype_name(dtype)}", "set dtype=float32 or dtype=bfloat16")
@@ -155,6 +153,18 @@ class Runtime:
         if self.compile:
             pin_kernel_under_compile(attention)
         return self.parallel.wrap(model, self.compile)
+
+
+def init_process_group(device: torch.device) -> None:
+    """Connect this process to all others, which takes until the last one has started."""
+    is_cuda = device.type == "cuda"
+    if is_cuda:
+        torch.cuda.set_device(device)  # of this thread
+    torch_dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
+        timeout=COLLECTIVE_TIMEOUT,
+        device_id=device if is_cuda else None,
+    )
 
 
 def resolve_runtime(config: RunConfig) -> Runtime:

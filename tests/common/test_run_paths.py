@@ -80,9 +80,10 @@ def two_checkpoints(workdir) -> None:
     [
         ("a", "best", "best.pt"),
         ("a", "step-000010", "step-000010.pt"),
+        ("a", "step-10", "step-000010.pt"),
         ("runs/a/checkpoints/best.pt", "last", "best.pt"),
     ],
-    ids=["best", "step", "path"],
+    ids=["best", "file", "step", "path"],
 )
 def test_checkpoint_is_found_by_its_name_or_its_path(two_checkpoints, run, checkpoint, expected):
     assert find_checkpoint(run, checkpoint) == Path("runs/a/checkpoints", expected)

@@ -38,6 +38,25 @@ def test_settings_that_do_not_fit_together_are_rejected(config, message):
 
 
 @pytest.mark.parametrize(
+    ("path", "label"),
+    [
+        ("mine.txt", "mine"),
+        ("~/books/my-novel.txt.gz", "my-novel"),
+        ("/home/me/books/", "books"),
+        ("https://host/a/input.txt", "shakespeare_char"),
+        ("books/*.txt", "shakespeare_char"),
+        (["a.txt", "b.txt"], "shakespeare_char"),
+        ("ein Buch.txt", "shakespeare_char"),  # cannot be in the name of a run
+    ],
+)
+def test_local_text_in_place_of_a_remote_one_is_named_after_its_file(path, label):
+    remote = DataConfig(name="shakespeare_char", path=path, text_bytes=1_115_394)
+    assert remote.label == label
+    assert replace(remote, text_bytes=None, source="hub", repo="a/b").label == label
+    assert replace(remote, text_bytes=None).label == "shakespeare_char"  # a local text
+
+
+@pytest.mark.parametrize(
     ("config", "message"),
     [
         (replace(BPE, vocab_size=256), r"tokenizer.vocab_size=256 must be above 256"),

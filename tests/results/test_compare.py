@@ -2,6 +2,7 @@
 
 import csv
 import io
+import json
 
 import pytest
 from comparison_helpers import KERNEL, LR, compare_rows, write_run, write_sweep
@@ -108,6 +109,13 @@ def test_csv_has_plain_numbers_and_their_bounds(tmp_path):
     assert float(first["peak_memory_bytes_low"]) == 9 * 2**30
     assert float(first["val_loss_high"]) == pytest.approx(1.5 + 12.706 / 2, rel=1e-4)
     assert "variant_low" not in first
+
+
+def test_list_of_the_compared_runs_is_relative_to_it(tmp_path):
+    runs = [write_run(tmp_path / f"runs/{name}") for name in "ab"]
+    compare(runs, tmp_path / "runs/out")
+    content = json.loads((tmp_path / "runs/out/comparison.json").read_bytes())
+    assert content == {"runs": ["../a", "../b"]}
 
 
 def test_only_finished_runs_count(tmp_path):

@@ -380,11 +380,11 @@ def test_sweep_has_its_runs_and_their_comparison(trained):
     comparison = runs["s comparison"]
     assert not any("/" in key for row in comparison.rows for key in row)
     assert comparison.run["run_group"] == "s"
-    first, second = comparison.run["notes"].splitlines()
-    assert first.startswith("attention=naive: 2 finished; kernel naive; val loss 1.5000; step, ms")
-    assert second.startswith("attention=flash: same up to rounding; kernel flash; val loss 1.5000")
-    assert second.endswith("speedup 1.20; step, ms 10.0; memory 2 MiB; steps 1.20 times as fast")
-    assert "times as fast" not in first
+    fastest, baseline = comparison.run["notes"].splitlines()
+    assert fastest.startswith("attention=flash: same up to rounding; kernel flash; val loss 1.5000")
+    assert fastest.endswith("speedup 1.20; step, ms 10.0; memory 2 MiB; steps 1.20 times as fast")
+    assert baseline.startswith("attention=naive: 2 finished; kernel naive; val loss 1.5000; step")
+    assert "times as fast" not in baseline
     assert comparison.summary["step_ms/attention_flash"] == 10
     assert comparison.summary["verdict/attention_flash"] == "same up to rounding"
     assert len(comparison.read_table("table")) == 2
@@ -407,13 +407,50 @@ def test_folder_without_results_is_refused(workdir):
     assert "set runs/NAME" in done.stderr.splitlines()[-1]
 
 
-def test_output_of_compare_is_a_run_of_its_own(workdir):
-    folder = workdir / "comparison"
-    folder.mkdir()
-    write_files(folder, **{"comparison.csv": COMPARISON})
-    shutil.copy(PICTURE, folder / "comparison.png")
+def write_compared(folder: Path, *sections: dict) -> Path:
+    """Write runs with these sections wandb, and a comparison of them."""
+    for number, section in enumerate(sections):
+        run = folder / f"runs/{number}"
+        run.mkdir(parents=True)
+        write_files(run, **{"config.yaml": {"wandb": section}})
+    comparison = folder / "runs/comparison"
+    comparison.mkdir(parents=True)
+    runs = [f"../{number}" for number in range(len(sections))]
+    write_files(comparison, **{"comparison.json": {"runs": runs}, "comparison.csv": COMPARISON})
+    shutil.copy(PICTURE, comparison / "comparison.png")
+    return comparison
+
+
+def test_output_of_compare_has_the_labels_of_its_runs(workdir):
+    folder = write_compared(workdir, {"project": "p", "entity": "e", "tags": ["x"], "group": "g"})
     export(folder)
-    assert list(read_offline_runs(folder)) == ["comparison"]
+    run = read_offline_runs(folder)["comparison"].run
+    labels = {key: run[key] for key in ("project", "entity", "tags", "run_group")}
+    assert labels == {"project": "p", "entity": "e", "tags": ["x"], "run_group": "g"}
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ([{"project": "p", "tags": ["x"]}, {"project": "p", "tags": ["y"]}], {"project": "p"}),
+        ([{"project": "p"}, {}], {}),
+    ],
+    ids=["other tags", "another version"],
+)
+def test_comparison_has_only_the_labels_that_its_runs_share(workdir, sections, expected):
+    assert exporter.read_options(write_compared(workdir, *sections)) == expected
+
+
+def test_comparison_of_a_removed_run_is_exported(workdir):
+    folder = write_compared(workdir, {"project": "p"})
+    shutil.rmtree(workdir / "runs/0")
+    assert exporter.read_options(folder) == {}
+
+
+def test_comparison_without_a_list_of_runs_is_exported(workdir):
+    folder = write_compared(workdir)
+    (folder / "comparison.json").unlink()  # which earlier versions have not written
+    assert exporter.read_options(folder) == {}
 
 
 def test_sweep_whose_first_job_was_killed_at_its_start_has_the_settings_of_the_next(tmp_path):

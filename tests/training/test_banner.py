@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from configs.cli import parse_config
 from model import GPTConfig
 from training.banner import (
     describe_finished_run,
@@ -65,6 +66,11 @@ def test_banner_has(config, part):
 
 def test_banner_has_the_step_from_which_a_run_resumes(config):
     assert "runs/a, resumed from step 1,200\n" in banner(config, step=1200)
+
+
+def test_banner_has_the_text_that_replaces_a_named_one():
+    words = ["experiment=shakespeare_char_cpu_fast", "data.path=mine.txt"]
+    assert "data     mine, 16,000 training" in banner(parse_config("train", "", words))
 
 
 def test_banner_has_the_preset(config):

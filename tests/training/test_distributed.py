@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ import torch
 from distributed_helpers import (
     SINGLE,
     assert_same_curve,
+    find_free_port,
     finish,
     make_folder,
     torchrun,
@@ -195,6 +197,25 @@ def test_interrupted_processes_stop_at_the_same_step_and_end_after_rank_0_has_sa
     left = (folder / "rank1_left").stat().st_mtime
     assert left >= (folder / "runs/a/checkpoints/last.pt").stat().st_mtime
     assert summary("a")["threads"] == max(1, cpu_count() // 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_rank_that_waits_for_the_start_of_the_others_ends_after_a_signal(workdir, signum):
+    port = find_free_port()
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    command = [sys.executable, ROOT / "train.py", *TINY, "name=a"]
+    process = subprocess.Popen(command, env=os.environ | variables, stderr=subprocess.PIPE)
+    while process.poll() is None and not is_open(port):
+        time.sleep(0.05)
+    process.send_signal(signum)
+    _, err = process.communicate()
+    assert (process.returncode, err) == (75, b"train.py: interrupted\n")
+
+
+def is_open(port: str) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("localhost", int(port))) == 0
 
 
 # A job of SLURM

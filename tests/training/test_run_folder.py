@@ -10,6 +10,7 @@ from data_helpers import write_file
 from helpers import TEXT, summary
 
 from common.errors import TrainingFailed, UserError
+from configs.cli import parse_config
 from training.config import RunConfig, TrainConfig
 from training.run_folder import RunFolder, summary_key
 from training.runtime import Dist
@@ -48,6 +49,12 @@ def test_unnamed_run_is_named_after_data_model_and_attention(workdir):
     config.attention.backend = "naive"
     with RunFolder(config, Dist()) as run:
         assert run.name.endswith("-novel-small-naive")
+
+
+def test_unnamed_run_is_named_after_the_text_that_replaces_a_named_one(workdir):
+    words = ["experiment=shakespeare_char_cpu_fast", "data.path=mine.txt"]
+    with RunFolder(parse_config("train", "", words), Dist()) as run:
+        assert run.name.endswith("-mine-modern-auto")
 
 
 def test_unnamed_runs_of_the_same_second_get_different_folders(workdir):

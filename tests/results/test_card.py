@@ -1,0 +1,96 @@
+"""The model card of an exported run."""
+
+import re
+from pathlib import Path
+
+import pytest
+from helpers import load, metrics, summary
+
+from common.files import write_json
+from results.card import remove_folders, write_card
+
+
+def make_card(has_code: bool = False, **changed) -> str:
+    """Write the card of the run a into the current folder. Returns its text.
+
+    changed: values of the checkpoint.
+    """
+    write_json(Path("config.json"), {"auto_map": {}} if has_code else {})
+    write_card(Path(), Path("runs/a"), load("a") | changed)
+    return Path("README.md").read_text(encoding="utf-8")
+
+
+def read_facts(card: str) -> dict[str, str]:
+    """The lines of the indented block."""
+    return {name.strip(): fact for name, fact in re.findall("^    (.{24})(.+)$", card, re.M)}
+
+
+def change_command(command: str) -> None:
+    write_json(Path("runs/a/summary.json"), summary("a") | {"command": command})
+
+
+@pytest.mark.parametrize(("step", "evaluated"), [(3, 3), (5, 3), (6, 6)])
+def test_card_has_the_losses_of_the_last_evaluation_up_to_its_step(trained, step, evaluated):
+    facts = read_facts(make_card(step=step))
+    row = metrics("a")[evaluated]
+    assert float(facts["validation loss, nats"]) == pytest.approx(row["val/loss"], abs=1e-4)
+    assert float(facts["bits per byte"]) == pytest.approx(row["val/bpb"], abs=1e-4)
+    assert facts["tokens of training"] == str(metrics("a")[step]["tokens"])
+
+
+def test_card_has_the_sizes_of_model_and_text(trained):
+    facts = read_facts(make_card())
+    assert facts["parameters"] == str(summary("a")["n_params"])
+    assert facts["of them, n-gram table"] == str(64 * 16)
+    assert facts["bytes of text"] == str(Path("text.txt").stat().st_size)
+    assert (facts["context, tokens"], facts["tokenizer"]) == ("16", "char")
+
+
+def test_card_has_no_path_of_the_machine(trained, workdir):
+    change_command(f"python train.py name=a data.path={workdir}/text.txt seed=2")
+    card = make_card(config={"data": {"name": "text", "path": f"{workdir}/text.txt"}})
+    assert read_facts(card)["command"] == "python train.py name=a data.path=text.txt seed=2"
+    assert read_facts(card)["data"] == "text.txt"
+    assert str(workdir) not in card
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("--config-dir=/home/me/configs", "--config-dir=configs"),
+        ("data.path=~/books/a.txt", "data.path=a.txt"),
+        ("data.path=/home/me/books/", "data.path=books/"),
+        ('data.path=["/x y/a.txt",../b.txt]', 'data.path=["a.txt",b.txt]'),
+        ("train.init_from=hf:/home/me/model", "train.init_from=hf:model"),
+        ("train.init_from=run:a/checkpoints/last.pt", "train.init_from=run:last.pt"),
+        ("data.path=https://host/a/b.txt", "data.path=https://host/a/b.txt"),
+        ("train.init_from=hf:owner/model", "train.init_from=hf:owner/model"),
+        ("data.repo=owner/texts", "data.repo=owner/texts"),
+    ],
+)
+def test_paths_are_shortened_and_names_of_the_hub_are_not(word, expected):
+    assert remove_folders(word) == expected
+
+
+def test_text_of_a_run_stays_in_the_indented_block(trained):
+    """So it can end neither the front matter nor a block of code."""
+    expected = make_card().splitlines()
+    text = "a\n---\nlicense: mit\n```\n# b\x1b[0m"
+    change_command(f"python train.py '{text}'")
+    card = make_card(config={"data": {"name": text}})
+    lines = [line for line in card.splitlines() if not line.startswith("    ")]
+    assert lines == [line for line in expected if not line.startswith("    ")]
+    assert "\x1b" not in card
+
+
+@pytest.mark.parametrize("has_code", [False, True])
+def test_code_of_the_folder_is_trusted_only_if_it_has_some(trained, has_code):
+    assert ("trust_remote_code=True" in make_card(has_code)) == has_code
+
+
+def test_card_of_a_checkpoint_alone_has_only_its_facts(trained):
+    for file in ("summary.json", "metrics.jsonl"):
+        Path("runs/a", file).unlink()
+    facts = read_facts(make_card())
+    assert {"step", "context, tokens", "vocabulary"} <= facts.keys()
+    assert not {"command", "bits per byte", "parameters"} & facts.keys()
