@@ -1,5 +1,6 @@
 """Fixtures for all tests: a folder with a document, a trained run, and commands in this process."""
 
+import base64
 import getpass
 import os
 import signal
@@ -22,6 +23,7 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 import pytest
 import torch
 from helpers import TEXT, run_command, train_here
+from matplotlib.figure import Figure
 from run_helpers import copy_here, restored_signal_handlers, train_in
 
 
@@ -45,6 +47,21 @@ def temporary_folder(tmp_path_factory):
         patch.setenv("TMPDIR", str(folder))
         patch.setattr("tempfile.tempdir", None)  # read TMPDIR again
         yield
+
+
+BLANK_PNG = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+)
+
+
+@pytest.fixture(autouse=True)
+def blank_pictures(request, monkeypatch):
+    """Pictures are blank in this process, except in tests with the mark `draws`.
+
+    Drawing loss.png is more than half of the time of a tiny run.
+    """
+    if "draws" not in request.keywords:
+        monkeypatch.setattr(Figure, "savefig", lambda self, file, **_: file.write(BLANK_PNG))
 
 
 @pytest.fixture(autouse=True)

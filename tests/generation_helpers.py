@@ -60,8 +60,9 @@ def windowed_linear_attention(q, k, v, *, dropout_p, softcap, **masks):
 def logits_without_cache(model, tokens, first):
     """Next-token logits (N, V) after tokens[:first] and all longer prefixes.
 
-    The definition is in generation/engine.py. With rotary positions, each layer sees at most block_size tokens, or its window. With learned
-    positions, the last half of block_size is read again when the context is full.
+    The definition is in generation/engine.py. With rotary positions, each layer sees at most
+    block_size tokens, or its window. With learned positions, the last half of block_size is read
+    again when the context is full.
     """
     T = model.config.block_size
     if model.wpe is None:

@@ -224,11 +224,23 @@ def crash(*args):
     raise ZeroDivisionError
 
 
+KEPT = ["train.steps=9", "eval.attention_maps=true", "checkpoint.keep=1"]
+
+
+@pytest.fixture(scope="module")
+def kept_run(tmp_path_factory) -> Path:
+    """A folder with a run that keeps checkpoints and pictures. Tests only read it."""
+    folder = tmp_path_factory.mktemp("kept")
+    train_in(folder, "name=whole", *KEPT)
+    return folder
+
+
 @pytest.mark.parametrize("file", ["best", "last"])
-def test_run_that_was_killed_before_a_checkpoint_was_written_is_bit_identical(workdir, train, file):
+def test_run_that_was_killed_before_a_checkpoint_was_written_is_bit_identical(
+    kept_run, workdir, train, file
+):
     """It leaves rows, attention maps and, if last.pt is missing, a best.pt of a later step."""
-    settings = ["train.steps=9", "eval.attention_maps=true", "checkpoint.keep=1"]
-    train_in(workdir, "name=whole", *settings)
+    copy_here(kept_run)
 
     def save_or_crash(path, content):
         if path.stem == file and content["step"] == 6:
@@ -237,11 +249,11 @@ def test_run_that_was_killed_before_a_checkpoint_was_written_is_bit_identical(wo
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
         patch.setattr("training.checkpoint.save_checkpoint", save_or_crash)
-        train("name=a", *settings)
+        train("name=a", *KEPT)
     assert load("a", "best")["step"] == (3 if file == "best" else 6)
     assert load("a")["step"] == 3
     assert metrics("a")[-1]["step"] == 6
-    assert train("name=a", *settings) == 0
+    assert train("name=a", *KEPT) == 0
     assert_same_run("whole", "a")
     assert list_checkpoints("a") == list_checkpoints("whole")
 
@@ -323,6 +335,7 @@ def test_interrupted_process_saves_its_last_step_and_says_how_to_resume(workdir)
     assert step == metrics("a")[-1]["step"] == summary("a")["step"] > 0
 
 
+@pytest.mark.slow
 def test_run_whose_terminal_is_closed_saves_a_checkpoint(workdir):
     controller, terminal = os.openpty()
     command = [sys.executable, str(ROOT / "train.py"), *TINY, "name=a", *ENDLESS]

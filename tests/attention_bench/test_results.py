@@ -6,6 +6,7 @@ from bench_helpers import make_row
 
 from attention_bench.results import find_fastest, plot_results, print_results
 
+pytestmark = pytest.mark.draws
 MACHINE = {"device_name": "a chip", "threads": 2, "versions": {"torch": "2.99"}}
 
 

@@ -28,6 +28,7 @@ from model.attention import BACKENDS
 from model.attention.backends import attention_scores
 from model.layers import apply_rotary
 
+pytestmark = pytest.mark.draws
 EPS = torch.finfo(torch.float64).eps
 WINDOW = GPT2 | dict(window=[None, 3])
 PNG = b"\x89PNG"

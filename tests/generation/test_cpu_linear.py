@@ -140,6 +140,7 @@ for sign in (1, -1):
 """
 
 
+@pytest.mark.slow
 @needs_fbgemm
 def test_products_do_not_saturate_without_vnni():
     """In a new process, because FBGEMM reads the variable once."""

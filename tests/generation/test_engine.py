@@ -60,7 +60,7 @@ def test_sample_is_the_same_alone_and_in_a_batch(lengths, batch_size, variant, t
     prompts = []
     for i, length in enumerate(lengths):
         prompts.append(Prompt([(i * 7 + j) % 250 for j in range(length)], seed=i))
-    settings = sampling(temperature=temperature, max_new_tokens=40)
+    settings = sampling(temperature=temperature, max_new_tokens=30)
 
     def generate_all(prompts, batch_size):
         texts = [""] * len(prompts)

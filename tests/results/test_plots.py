@@ -12,6 +12,7 @@ from results.plots import plot_comparison, plot_run
 from results.read import read_variants
 
 # Two dollar signs are a formula for matplotlib; the last character is a byte that is not UTF-8.
+pytestmark = pytest.mark.draws
 LONG = "a-very-long-name-of-a-model-that-fits-nowhere-$^$-\udce9" * 3
 
 

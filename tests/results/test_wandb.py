@@ -146,6 +146,7 @@ def test_dryrun_is_offline():
     assert WandbConfig().resolve({"WANDB_MODE": "dryrun"}).mode == "offline"
 
 
+@pytest.mark.slow
 def test_export_writes_below_the_run_only(train, monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", "/proc")  # not writable
     monkeypatch.setenv("TMPDIR", str(tmp_path / "missing"))
@@ -287,6 +288,7 @@ def test_killed_and_resumed_run_has_each_step_once(workdir, server, first, secon
     check_complete(run)
 
 
+@pytest.mark.slow
 def test_rows_that_the_server_has_are_not_sent_again(trained, server):
     path = Path("runs/a/metrics.jsonl")
     rows = path.read_text(encoding="utf-8")
@@ -300,6 +302,7 @@ def test_rows_that_the_server_has_are_not_sent_again(trained, server):
     assert printed == f"wandb    {url}\n"
 
 
+@pytest.mark.slow
 def test_run_that_failed_sends_an_alert(trained, server):
     failed = summary("a") | {"status": "failed", "error": "the loss is nan"}
     write_files(Path("runs/a"), **{"summary.json": failed})
@@ -342,6 +345,7 @@ def bench(tmp_path_factory) -> dict[str, OfflineRun]:
     return read_offline_runs(folder)
 
 
+@pytest.mark.slow
 def test_bench_has_a_run_for_each_backend(bench):
     assert bench.keys() == {"naive", "flash", "cudnn"}
     run = bench["flash"]
@@ -351,6 +355,7 @@ def test_bench_has_a_run_for_each_backend(bench):
     assert run.config["attention"] == {"requested": "flash", "resolved": "flash"}
 
 
+@pytest.mark.slow
 def test_columns_of_a_bench_have_the_context_length_as_x_axis(bench):
     assert bench["flash"].metrics["*"]["step_metric"] == "T"
     first, second, _ = bench["flash"].rows
@@ -358,11 +363,13 @@ def test_columns_of_a_bench_have_the_context_length_as_x_axis(bench):
     assert (second["T"], second["error_y/decode_window_8_float32"]) == (512, 2e-7)
 
 
+@pytest.mark.slow
 def test_bench_has_its_table_and_its_picture(bench):
     assert [row[5] for row in bench["flash"].read_table("table")] == [128, 512]
     assert bench["flash"].read_media("picture") == [PICTURE.read_bytes()]
 
 
+@pytest.mark.slow
 def test_sweep_has_its_runs_and_their_comparison(trained):
     sweep = Path("runs/sweeps/s")
     sweep.mkdir(parents=True)
@@ -467,6 +474,7 @@ def test_sweep_whose_first_job_was_killed_at_its_start_has_the_settings_of_the_n
     assert (config, run_summary) == ({"wandb": {"project": "p"}}, {"name": "s/seed=2"})
 
 
+@pytest.mark.slow
 def test_columns_of_metrics_are_not_in_the_config(folder, workdir):
     shutil.copytree(folder, workdir, dirs_exist_ok=True)
     export("runs/a")
