@@ -29,13 +29,16 @@ def format_banner(config: RunConfig, run: RunFolder, meta: dict) -> str:
         f"{tokens['val']:,} validation tokens, "
         f"{meta['tokenizer']['name']} vocabulary of {meta['vocab_size']:,}"
     )
+    n_params = summary["n_params"]
+    ngrams = ""
+    if config.model.max_ngram > 1:
+        table_params = config.model.ngram_table_size * config.model.n_embd
+        n_params -= table_params
+        ngrams = f", and {table_params:,} for groups of 2 to {config.model.max_ngram} tokens"
     lines.append(
         f"model    {config.model.name}, {describe_model(config.model)}: "
-        f"{summary['n_params']:,} parameters"
+        f"a GPT with {n_params:,} parameters{ngrams}"
     )
-    if config.model.max_ngram > 1:
-        ngram_parameters = config.model.ngram_table_size * config.model.n_embd
-        lines[-1] += f", {ngram_parameters:,} of them in the n-gram table"
     if config.train.init_from is not None and summary["step"] == 0:
         lines[-1] += f", starting from {config.train.init_from}"
     lines.append(
