@@ -10,7 +10,7 @@ keys:
   checkpoint=last       instead of best; or step-500, if checkpoint.keep has kept it
 
 README.md in the folder is a model card. Choose a license there before you publish the model.
-docs/interoperability.md shows how to use the folder, and which models can be exported.
+docs/interoperability.md shows how to use the folder, and which programs can read it.
 """
 
 if __name__ == "__main__":  # before the slow imports below, so that a typo is reported immediately
@@ -38,7 +38,7 @@ def main(config: ExportConfig) -> int:
     run = find_run(config.run)
     path, checkpoint = load_pretrained(config.run, config.checkpoint)
     out = Path(os.path.expanduser(config.out or run / "huggingface"))
-    model_type = find_architecture(GPTConfig.from_saved(checkpoint["model_config"]), run.name)
+    model_type = find_architecture(GPTConfig.from_saved(checkpoint["model_config"]))
     with new_folder(out) as unfinished:
         write_folder(unfinished, checkpoint, model_type, DTYPES[config.dtype])
         write_card(unfinished, run, checkpoint)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from copy import copy
 from dataclasses import field, fields, is_dataclass
 from math import inf
+from operator import attrgetter
 from typing import Any
 
 from common.errors import UserError
@@ -62,7 +63,8 @@ def check(config: Any, section: str = "") -> None:
     if hasattr(config, "rules"):
         for name, is_valid, advice in config.rules(section):
             if not is_valid:
-                raise UserError(f"{prefix}{name}={format_value(getattr(config, name))} {advice}")
+                value = attrgetter(name)(config)
+                raise UserError(f"{prefix}{name}={format_value(value)} {advice}")
 
 
 def _check_value(

@@ -62,24 +62,12 @@ class SampleConfig(SamplingConfig, LoadConfig):
 class EvalScriptConfig(LoadConfig):
     """Config of eval.py."""
 
-    # tasks of lm-eval or YAML files, separated by commas; None: the loss of documents
-    tasks: str | None = None
-    limit: int | None = setting(None, 1, 10**9)  # questions per task; None: all
     out: str | None = None  # FILE.jsonl for the results; None: only a table
-    # the documents, if tasks is None
+    # the documents
     data: DataConfig = field(default_factory=lambda: DataConfig(source="none"))
 
     def rules(self, section: str) -> Iterator[Rule]:
-        yield (
-            "limit",
-            self.limit is None or self.tasks is not None,
-            "needs tasks=NAME; set it, or remove limit",
-        )
-        yield (
-            "tasks",
-            self.tasks is not None or self.data.source != "none",
-            "needs documents; set data.path, or tasks",
-        )
+        yield ("data.path", self.data.source != "none", "is missing; set the documents to score")
 
 
 @dataclass

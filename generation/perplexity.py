@@ -42,7 +42,6 @@ class Score:
     tokens: int = 0
     bytes: int = 0
     nats: float = 0.0  # cross entropy
-    is_greedy: bool = True  # whether greedy decoding generates all of them
 
 
 def cut_into_windows(index: int, text: Text, block_size: int) -> Iterator[Window]:
@@ -62,11 +61,10 @@ def cut_into_windows(index: int, text: Text, block_size: int) -> Iterator[Window
 @torch.no_grad()
 def score_windows(
     model: GPT, windows: Iterator[Window], batch_size: int
-) -> Iterator[tuple[Window, float, bool]]:
-    """Yield each window, its cross entropy in nats, and whether greedy decoding gives its targets.
+) -> Iterator[tuple[Window, float]]:
+    """Yield each window, and the sum of the cross entropy over its targets, in nats.
 
-    The cross entropy is summed over the targets. Windows of similar length are scored together,
-    which needs little padding.
+    Windows of similar length are scored together, which needs little padding.
     """
     device = model.wte.weight.device
     while pool := list(islice(windows, SORTED_BATCHES * batch_size)):
@@ -84,7 +82,7 @@ def score_windows(
                 targets = torch.from_numpy(window.tokens[-window.num_targets :]).to(device)
                 logits = model.logits(x[end - window.num_targets : end]).float()  # (targets, V)
                 nats = F.cross_entropy(logits, targets, reduction="sum").item()
-                yield window, nats, bool((logits.argmax(-1) == targets).all())
+                yield window, nats
 
 
 def score_texts(
@@ -108,13 +106,12 @@ def score_texts(
             yield from cut_into_windows(index, text, model.config.block_size)
 
     with ProgressBar(total_bytes, stderr=True) as bar:
-        for window, nats, is_greedy in score_windows(model, iter_windows(), batch_size):
+        for window, nats in score_windows(model, iter_windows(), batch_size):
             num_bytes = int(bytes_of_token[window.tokens[-window.num_targets :]].sum())
             for score in (scores[window.index], total):
                 score.tokens += window.num_targets
                 score.bytes += num_bytes
                 score.nats += nats
-                score.is_greedy &= is_greedy
             bar.show(total.bytes, f"{total.bytes:,} bytes of {pluralize(len(scores), 'text')}")
     return scores, total
 

@@ -2,13 +2,14 @@
 
     gpt2     LayerNorm, learned positions, an MLP of two linear layers
     llama    RMSNorm, rotary positions, SwiGLU, grouped-query attention, no biases
+    trilgpt  all others: the class of modeling_trilgpt.py, a copy of which is in the folder
 
 GPT-2's linear layers are Conv1D layers: they always have a bias, and the shape of their weights
 is (in, out). The name of an imported GPTConfig is its model_type.
 """
 
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
@@ -109,7 +110,7 @@ ARCHITECTURES = {
         },
     ),
 }
-# Settings of GPTConfig that all architectures need.
+# Settings of GPTConfig that gpt2 and llama need.
 PLAIN = {
     "attention_type": "softmax",
     "window": None,
@@ -130,6 +131,16 @@ EXPORTED_KEYS = {
     },
     "llama": {"attention_dropout": "dropout"},
 }
+MODULE = "modeling_trilgpt"
+TRILGPT = {
+    "model_type": "trilgpt",
+    "architectures": ["TrilGPTForCausalLM"],
+    "auto_map": {
+        "AutoConfig": f"{MODULE}.TrilGPTConfig",
+        "AutoModelForCausalLM": f"{MODULE}.TrilGPTForCausalLM",
+    },
+    "pad_vocab_multiple": 1,
+}
 # The kind of rotary positions, which config.json need not contain. GPT computes no other kind.
 ROPE_TYPE = {"rope_type": "default", "type": "default"}
 HEAD = "lm_head.weight"  # has the same name in transformers
@@ -138,34 +149,31 @@ VOCAB_WEIGHTS = ("wte.weight", HEAD)  # one row per token, and rows that pad the
 BUFFER = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$")
 
 
-def find_architecture(config: GPTConfig, run: str) -> str:
-    """Find the architecture that computes the same as `config`. Returns its model_type.
-
-    run: name of the run, for the message.
-    Raises UserError with the settings to change if there is none.
-    """
+def find_architecture(config: GPTConfig) -> str:
+    """Find the architecture that computes the same as `config`. Returns its model_type."""
     model_type = "gpt2" if config.position == "learned" else "llama"
     architecture = ARCHITECTURES[model_type]
     needed = PLAIN | architecture.settings
-    if config.mlp not in architecture.mlps:
-        needed["mlp"] = next(iter(architecture.mlps))
-    if model_type == "gpt2" and config.kv_heads != config.n_head:
-        needed["n_kv_head"] = None
-    missing = [
-        f"model.{key}={format_value(value)}"
-        for key, value in needed.items()
-        if getattr(config, key) != value
-    ]
-    if missing:
-        raise UserError(
-            f"{run} has an architecture that transformers does not have; "
-            f"train with model=llama or model=gpt2, or with {' '.join(missing)}"
-        )
-    return model_type
+    is_equal = all(getattr(config, key) == value for key, value in needed.items())
+    # GPT-2 has no grouped-query attention
+    has_heads = model_type == "llama" or config.kv_heads == config.n_head
+    if is_equal and has_heads and config.mlp in architecture.mlps:
+        return model_type
+    return "trilgpt"
 
 
 def to_config_json(config: GPTConfig, model_type: str) -> dict[str, Any]:
     """The keys of config.json that determine what the model computes."""
+    if model_type == "trilgpt":
+        derived = {
+            "kv_heads": config.kv_heads,
+            "mlp_channels": config.mlp_channels,
+            "head_dim": config.head_dim,
+            "rotary_channels": config.rotary_channels,
+            "attention_types": config.attention_types,
+            "windows": [window or config.block_size for window in config.windows],
+        }
+        return asdict(config) | derived | TRILGPT
     architecture = ARCHITECTURES[model_type]
     settings = asdict(config) | {
         "n_kv_head": config.kv_heads,
@@ -182,16 +190,20 @@ def to_config_json(config: GPTConfig, model_type: str) -> dict[str, Any]:
 
 
 def from_config_json(content: dict[str, Any], path: str) -> GPTConfig:
-    """The architecture that a config.json describes, without dropout.
+    """The architecture that a config.json describes. Dropout is that of trilgpt, or 0.
 
     path: of the file, for messages.
     Raises UserError or KeyError if GPT computes something else.
     """
     model_type = content.get("model_type")
+    if model_type == "trilgpt":
+        keys = {field.name for field in fields(GPTConfig)}
+        settings = {key: value for key, value in content.items() if key in keys}
+        return GPTConfig.from_saved(settings | {"name": model_type})
     if model_type not in ARCHITECTURES:
         raise UserError(
             f"{path} has model_type={format_value(model_type)}, "
-            "but only gpt2 and llama can be imported"
+            "but only gpt2, llama and trilgpt can be imported"
         )
     architecture = ARCHITECTURES[model_type]
     mlps = {theirs: ours for ours, theirs in architecture.mlps.items()}
@@ -218,6 +230,8 @@ def list_names(name: str, model_type: str) -> list[str]:
 
     blocks.0.attn.proj.bias of a GPT-2 is [transformer.h.0.attn.c_proj.bias].
     """
+    if model_type == "trilgpt":
+        return [name]
     _, layer, module, parameter = re.fullmatch(r"(blocks\.(\d+)\.)?(.+)\.(\w+)", name).groups()
     modules = ARCHITECTURES[model_type].modules[module]
     return [f"{theirs.format(layer)}.{parameter}" for theirs in modules]
@@ -255,7 +269,9 @@ def import_weights(
     path: of the file, for messages.
     Raises an error if weights are missing, or if the GPT would not use all of them.
     """
-    prefix = "transformer." if "wte.weight" in tensors else ""  # which OpenAI's own files lack
+    # OpenAI's own files lack the prefix
+    lacks_prefix = config.name == "gpt2" and "wte.weight" in tensors
+    prefix = "transformer." if lacks_prefix else ""
     tensors = {prefix + name: tensor for name, tensor in tensors.items()}
     if config.tie_embeddings:
         (embedding,) = list_names("wte.weight", config.name)

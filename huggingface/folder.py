@@ -13,6 +13,7 @@ from common.files import atomic_write, refuse_lfs_pointer, write_json
 from common.machine import dtype_name
 from data.tokenizer import END_OF_TEXT, from_spec
 from huggingface.architectures import (
+    MODULE,
     export_weights,
     from_config_json,
     import_weights,
@@ -63,6 +64,9 @@ def write_folder(out: Path, checkpoint: dict, model_type: str, dtype: torch.dtyp
     write_json(out / "tokenizer.json", to_tokenizer_json(spec))
     write_json(out / "tokenizer_config.json", tokenizer_config)
     atomic_write(out / "model.safetensors", save(weights, {"format": "pt"}))
+    if model_type == "trilgpt":
+        code = Path(__file__).with_name(f"{MODULE}.py")
+        atomic_write(out / code.name, code.read_bytes())
 
 
 def find_folder(name: str) -> Path:

@@ -4,6 +4,7 @@ import base64
 import getpass
 import os
 import signal
+import sys
 import tempfile
 from pathlib import Path
 
@@ -62,6 +63,16 @@ def blank_pictures(request, monkeypatch):
     """
     if "draws" not in request.keywords:
         monkeypatch.setattr(Figure, "savefig", lambda self, file, **_: file.write(BLANK_PNG))
+
+
+@pytest.fixture(scope="session")
+def remote_code(tmp_path_factory):
+    """transformers copies the code of exported folders into a temporary folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        modules = str(tmp_path_factory.mktemp("modules"))
+        patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", modules)
+        patch.setattr(sys, "path", [*sys.path])  # to which transformers appends the folder
+        yield
 
 
 @pytest.fixture(autouse=True)

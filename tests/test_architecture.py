@@ -131,10 +131,23 @@ def test_text_files_have_an_encoding():
 
 
 @pytest.mark.parametrize(
-    ("library", "module"), [("datasets", "data/readers.py"), ("wandb", "results/wandb.py")]
+    ("library", "module"),
+    [
+        ("datasets", "data/readers.py"),
+        ("transformers", "huggingface/modeling_trilgpt.py"),
+        ("wandb", "results/wandb.py"),
+    ],
 )
 def test_slow_library_is_imported_by_one_module(library, module):
     assert [path for path in FILES if library in imported_packages(path)] == [ROOT / module]
+
+
+def test_exported_code_needs_torch_and_transformers_only():
+    """export.py copies it as text. No other file imports it, which would load transformers."""
+    path = ROOT / "huggingface/modeling_trilgpt.py"
+    assert imported_packages(path) == {"torch", "transformers"}
+    for other in FILES:
+        assert "huggingface.modeling_trilgpt" not in imported_modules(other)
 
 
 def test_backends_are_named_in_the_attention_package_only():

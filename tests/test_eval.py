@@ -1,8 +1,7 @@
-"""eval.py: the loss of documents, and tasks of lm-eval."""
+"""eval.py: the loss of documents."""
 
 import json
 import math
-import shutil
 import sys
 from contextlib import chdir, redirect_stdout
 
@@ -14,8 +13,6 @@ from helpers import TEXT, metrics, read_jsonl, run_command, train_here
 from configs.cli import parse_config
 from generation.load import load_for_inference, load_run
 from model.attention import flex
-
-# The loss of documents
 
 VAL_START = TEXT.index(
     "\n", round(len(TEXT) * 0.9)
@@ -157,114 +154,19 @@ def test_low_precision_weights_change_the_loss_only_slightly(
 def test_scoring_needs_no_backend_that_supports_positions(trained, monkeypatch):
     """It decodes nothing. On CPUs, flex supports no positions."""
     monkeypatch.setenv("CXX", sys.executable)  # any program
-    config = parse_config("eval", "", ["run=a", "attention=flex", "device=cpu", "tasks=any"])
+    config = parse_config("eval", "", ["run=a", "attention=flex", "device=cpu", "data.path=a"])
     model, *_ = load_for_inference(config, decodes_batches=False)
     assert model.blocks[0].attn.attend is flex
-
-
-# Tasks of lm-eval
-
-TASK = """
-task: squares
-dataset_path: json
-dataset_kwargs: {data_files: {test: questions.jsonl}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{context}}"
-doc_to_choice: choices
-doc_to_target: answer
-target_delimiter: ""
-metric_list: [{metric: acc}, {metric: acc_norm}]
-"""
-# The context of the last question does not fit into block_size=16.
-CHOICES = {
-    "The 1": ["st", "th line"],
-    "no": [" more", "The", "."],
-    "The 22nd line says ": ["no", "484", "s"],
-}
-
-
-@pytest.fixture(scope="module")
-def answered(folder_with_a_run, tmp_path_factory):
-    """A folder with a run that answers the questions in batches of 2: o.jsonl and o.txt."""
-    pytest.importorskip("lm_eval", reason="NOT RUN: needs lm-eval")
-    folder = tmp_path_factory.mktemp("answered")
-    shutil.copytree(folder_with_a_run, folder, dirs_exist_ok=True)
-    questions = []
-    for context, choices in CHOICES.items():
-        questions.append(json.dumps({"context": context, "choices": choices, "answer": 1}) + "\n")
-    (folder / "questions.jsonl").write_text("".join(questions), encoding="utf-8")
-    (folder / "squares.yaml").write_text(TASK, encoding="utf-8")
-    with chdir(folder), open("o.txt", "w", encoding="utf-8") as file, redirect_stdout(file):
-        words = ["run=a", "tasks=squares.yaml", "out=o.jsonl", "batch_size=2"]
-        assert run_command("eval", *words) == 0
-    return folder
-
-
-def score_choices(context, choices) -> list[float]:
-    """Log-likelihood of each choice, from one forward pass. The model has n-grams."""
-    model, tokenizer = load_run("a")
-    assert model.ngrams is not None
-    scores = []
-    for choice in choices:
-        tokens = [tokenizer.start_token, *tokenizer.encode(context + choice)]
-        tokens = torch.tensor(tokens[-17:])
-        n = len(choice) + context.endswith(" ")  # a space belongs to the choice
-        log_probs = model(tokens[None, :-1])[0, -n:].log_softmax(1)
-        scores.append(log_probs.gather(1, tokens[-n:, None]).sum().item())
-    return scores
-
-
-def test_accuracies_of_a_task_are_those_of_forward_passes(answered, monkeypatch):
-    monkeypatch.chdir(answered)
-    num_right = {"acc": 0, "acc_norm": 0}
-    for context, choices in CHOICES.items():
-        scores = score_choices(context, choices)
-        per_character = [score / len(choice) for score, choice in zip(scores, choices, strict=True)]
-        num_right["acc"] += scores.index(max(scores)) == 1
-        num_right["acc_norm"] += per_character.index(max(per_character)) == 1
-    values = {row["metric"]: row["value"] for row in read_jsonl("o.jsonl")}
-    assert values == {metric: pytest.approx(count / 3) for metric, count in num_right.items()}
-
-
-def test_accuracies_have_a_standard_error(answered):
-    for row in read_jsonl(answered / "o.jsonl"):
-        p = row["value"]
-        assert row["stderr"] == pytest.approx(math.sqrt(p * (1 - p) / 2))
-
-
-def test_table_of_a_task_has_its_rows(answered):
-    table = (answered / "o.txt").read_text(encoding="utf-8")
-    lines = [line.split() for line in table.splitlines() if "squares" in line]
-    expected = []
-    for row in read_jsonl(answered / "o.jsonl"):
-        figures = [f"{row['value']:.4f}", f"{row['stderr']:.4f}"]
-        expected.append(["squares", row["metric"], *figures])
-    assert lines == expected
-
-
-def test_missing_lm_eval_is_reported(trained, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
-    monkeypatch.delitem(sys.modules, "generation.lm_eval_adapter", raising=False)
-    assert run_command("eval", "run=a", "tasks=hellaswag") == 2
-    assert "pip install 'lm-eval" in capsys.readouterr().err
-
-
-def test_unknown_task_is_refused(trained, capsys):
-    pytest.importorskip("lm_eval", reason="NOT RUN: needs lm-eval")
-    assert run_command("eval", "tasks=nothing.yaml") == 2
-    assert "tasks=nothing.yaml is neither a task of lm-eval" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ([], "needs documents; set data.path, or tasks"),
+        ([], "data.path=null is missing; set the documents to score"),
         (["run=no/where", "data.path=text.txt"], "run=no/where has no checkpoint"),
         (["data.path=nothing.txt"], "data.path=nothing.txt has no file to read"),
         (["data.path=unknown.txt"], "document 1 has characters that are not in the vocabulary"),
         (["data.path=text.txt", "out=text.txt"], "out=text.txt exists, or"),
-        (["limit=3"], "limit=3 needs tasks"),
         (["dtype=int4"], "dtype=int4 is unknown (did you mean int8?)"),
     ],
 )

@@ -43,8 +43,12 @@ def train_and_export(tmp_path_factory) -> Callable[..., SimpleNamespace]:
     return run
 
 
-@pytest.fixture(scope="module", params=[GPT2, [*LLAMA, *SMALL_BPE]], ids=["gpt2", "llama"])
-def exported(request, train_and_export) -> SimpleNamespace:
+@pytest.fixture(
+    scope="module",
+    params=[GPT2, [*LLAMA, *SMALL_BPE], ["model.block_size=64"]],
+    ids=["gpt2", "llama", "default"],
+)
+def exported(request, train_and_export, remote_code) -> SimpleNamespace:
     """A trained model here (ours), in transformers (theirs), and the paths of both."""
     paths = train_and_export(*request.param)
     model, tokenizer = load_run(str(paths.run))
@@ -53,15 +57,13 @@ def exported(request, train_and_export) -> SimpleNamespace:
         folder=paths.folder,
         ours=model,
         our_tokenizer=tokenizer,
-        theirs=transformers.AutoModelForCausalLM.from_pretrained(paths.folder),
-        their_tokenizer=transformers.AutoTokenizer.from_pretrained(paths.folder),
+        theirs=transformers.AutoModelForCausalLM.from_pretrained(
+            paths.folder, trust_remote_code=True
+        ),
+        their_tokenizer=transformers.AutoTokenizer.from_pretrained(
+            paths.folder, trust_remote_code=True
+        ),
     )
-
-
-@pytest.fixture(scope="module")
-def llama(train_and_export) -> SimpleNamespace:
-    """A Llama of bytes after six steps."""
-    return train_and_export(*LLAMA, "tokenizer=byte")
 
 
 @pytest.fixture(scope="module")
@@ -156,11 +158,13 @@ def finetune_words(folder: Path) -> list[str]:
     return [f"train.init_from=hf:{folder}", "tokenizer=run", f"tokenizer.run=hf:{folder}"]
 
 
-def test_finetuning_starts_from_the_weights_of_the_folder(llama, train):
+@pytest.mark.parametrize("model", [LLAMA, []], ids=["llama", "default"])
+def test_finetuning_starts_from_the_weights_of_the_folder(train_and_export, train, model):
     """With almost no learning rate, they do not change. Rows that pad the vocabulary are added."""
+    first = train_and_export(*model, "tokenizer=byte", "train.steps=1")
     words = ["model.pad_vocab_multiple=64", "optimizer=adamw", "optimizer.lr=1e-12"]
-    assert train("name=b", *LLAMA, *finetune_words(llama.folder), *words) == 0
-    before = load_checkpoint(llama.run / "checkpoints/best.pt")
+    assert train("name=b", *model, *finetune_words(first.folder), *words) == 0
+    before = load_checkpoint(first.run / "checkpoints/best.pt")
     after = load("b", "best")
     assert before["tokenizer"] == after["tokenizer"]
     for name, weight in before["model"].items():
@@ -192,9 +196,8 @@ def test_model_is_read_from_the_cache_of_the_hub(hub, train, sample):
         (["run=none"], "run=none"),
         (["run=a", "dtype=int8"], "dtype=int8"),
         (["run=gpt2", "out=text.txt"], "text.txt: File exists; set another"),
-        (["run=a", "out=new/mine"], "train with model=llama or model=gpt2"),  # the default model
     ],
-    ids=["run", "dtype", "out", "architecture"],
+    ids=["run", "dtype", "out"],
 )
 def test_refused_export_is_one_sentence_and_leaves_nothing(
     trained, gpt2, export, workdir, words, message

@@ -85,8 +85,7 @@ NUMBERS = [
             ["prompts=a", "attention_map=true"],
             ("attention_map=true", "remove prompts and interactive"),
         ),
-        ("eval", ["limit=5", "data.path=text.txt"], ("limit=5", "needs tasks=NAME")),
-        ("eval", [], ("tasks=null", "set data.path, or tasks")),
+        ("eval", [], ("data.path=null", "set the documents to score")),
     ],
     ids=name_case,
 )

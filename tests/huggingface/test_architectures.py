@@ -1,4 +1,4 @@
-"""config.json and weights for transformers: equal models, and models that cannot be converted."""
+"""config.json and weights for transformers: equal models, and models that cannot be imported."""
 
 import json
 from types import SimpleNamespace
@@ -52,7 +52,7 @@ def exported(request) -> SimpleNamespace:
     model = make_model(request.param, V)
     for p in model.parameters():  # also biases and norms
         torch.nn.init.normal_(p, std=0.3)
-    model_type = find_architecture(model.config, "run")
+    model_type = find_architecture(model.config)
     return SimpleNamespace(
         model=model,
         model_type=model_type,
@@ -198,7 +198,7 @@ def test_weights_that_the_model_does_not_use_are_refused(config, name):
 @pytest.mark.parametrize(
     ("config", "changed", "message"),
     [
-        (THEIR_GPT2, {"model_type": "bert"}, "model_type=bert, but only gpt2 and llama"),
+        (THEIR_GPT2, {"model_type": "bert"}, "model_type=bert, but only gpt2, llama and trilgpt"),
         (THEIR_GPT2, {"model_type": None}, "model_type=null, but only"),
         (THEIR_GPT2, {"scale_attn_weights": False}, "scale_attn_weights=false, but only true"),
         (THEIR_LLAMA, {"attention_bias": True}, "attention_bias=true, but only false"),
@@ -222,24 +222,25 @@ def test_llama_without_rms_norm_eps_has_another_default_and_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("settings", "advice"),
+    "settings",
     [
-        (
-            MODERN,
-            "model=gpt2, or with model.qk_norm=false model.key_offset=false model.max_ngram=1 "
-            "model.mlp=swiglu",
-        ),
-        (LLAMA | {"window": [4, None]}, "with model.window=null"),
-        (LLAMA | {"attention_type": "linear"}, "with model.attention_type=softmax"),
-        (LLAMA | {"logit_softcap": 30.0}, "with model.logit_softcap=null"),
-        (LLAMA | {"bias": True}, "with model.bias=false"),
-        (GPT2 | {"n_kv_head": 2}, "with model.n_kv_head=null"),
-        (GPT2 | {"mlp": "swiglu"}, "with model.mlp=gelu_tanh"),
-        (GPT2 | {"norm": "rmsnorm"}, "with model.norm=layernorm"),
+        MODERN,
+        LLAMA | {"window": [4, None]},
+        LLAMA | {"attention_type": "linear"},
+        LLAMA | {"logit_softcap": 30.0},
+        LLAMA | {"bias": True},
+        LLAMA | {"mlp": "relu2"},
+        GPT2 | {"n_kv_head": 2},
+        GPT2 | {"mlp": "swiglu"},
+        GPT2 | {"norm": "rmsnorm"},
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
+    ids=range(9),
 )
-def test_other_architecture_is_refused_with_the_settings_to_change(settings, advice):
-    with pytest.raises(UserError, match="runs/a has") as error:
-        find_architecture(GPTConfig(**settings), "runs/a")
-    assert str(error.value).endswith(advice)
+def test_other_architecture_has_its_own_class(settings):
+    assert find_architecture(GPTConfig(**settings)) == "trilgpt"
+
+
+@pytest.mark.parametrize(("model_type", "settings"), [("gpt2", GPT2), ("llama", LLAMA)])
+def test_architecture_of_transformers_has_its_class_there(model_type, settings):
+    """Other programs read it, also with a padded vocabulary."""
+    assert find_architecture(GPTConfig(**settings | PADDED)) == model_type

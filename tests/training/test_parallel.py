@@ -66,9 +66,7 @@ def kill_worker(process: subprocess.Popen) -> None:
 
 
 @pytest.mark.slow
-def test_killed_sharded_run_resumes_on_other_numbers_of_processes(
-    tmp_path_factory, monkeypatch
-):
+def test_killed_sharded_run_resumes_on_other_numbers_of_processes(tmp_path_factory, monkeypatch):
     folder = make_folder(tmp_path_factory, "resharded")
     monkeypatch.chdir(folder)
     settings = ["eval.every=1000000", "train.batch_size=6", WARMUP]

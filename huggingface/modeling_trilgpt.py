@@ -1,0 +1,250 @@
+"""The GPT of trilGPT for transformers. This file needs torch and transformers only.
+
+    AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+
+Attention is computed by its formula, with all scores in memory. attention_mask (B, S) has the
+document id of each token, or 0 for padding. Tokens attend within their document, which is
+contiguous, and positions start at 0 in each. Rotary positions can exceed block_size: a token then
+attends to the last block_size tokens.
+
+B batch, T new tokens, S cached and new tokens, C channels, D channels of a head, H heads of
+queries, G heads of keys and values.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+HASH_PRIME = 2**31 - 1
+HASH_FACTOR = 1_566_083_941
+# argument for the KV cache, which depends on the version of transformers
+CACHE = "cache" if hasattr(CausalLMOutputWithPast, "cache") else "past_key_values"
+ACTIVATIONS = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu2": lambda x: F.relu(x).square(),
+    "swiglu": lambda x: F.silu(x.chunk(2, dim=-1)[0]) * x.chunk(2, dim=-1)[1],
+}
+
+
+class TrilGPTConfig(PretrainedConfig):
+    """Architecture of the model. config.json has all settings, so there are no defaults.
+
+    vocab_size, n_layer, n_embd, bias, dropout, tie_embeddings
+    block_size                  context length in tokens
+    norm, position              rmsnorm or layernorm; rotary or learned
+    mlp, mlp_channels           gelu, gelu_tanh, relu2 or swiglu; its width
+    n_head, kv_heads            query heads; key/value heads that they share
+    head_dim, rotary_channels   channels of a head; number of them that are rotated
+    attention_types, windows    softmax or linear; number of keys per query, for each layer
+    qk_norm                     normalize queries and keys
+    key_offset                  take the other channels of each key from the previous token
+    attention_ and logit_softcap  bounds of the attention scores and of the logits, or None
+    max_ngram, ngram_table_size longest n-gram; rows of the table that n-grams are hashed into
+    """
+
+    model_type = "trilgpt"
+    attribute_map = {
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+        "hidden_size": "n_embd",
+        "max_position_embeddings": "block_size",
+        "tie_word_embeddings": "tie_embeddings",
+    }
+
+
+def make_norm(config: TrilGPTConfig) -> nn.Module:
+    if config.norm == "rmsnorm":
+        return nn.RMSNorm(config.n_embd, eps=1e-5)
+    return nn.LayerNorm(config.n_embd, eps=1e-5, bias=config.bias)
+
+
+def apply_softcap(x: Tensor, cap: float | None) -> Tensor:
+    return x if cap is None else cap * torch.tanh(x / cap)
+
+
+def positions_in_document(doc_ids: Tensor) -> Tensor:
+    """Position of each token in its document, counted from 0: (B, S) -> (B, S)."""
+    index = torch.arange(doc_ids.shape[1], device=doc_ids.device)
+    is_first = F.pad(doc_ids[:, 1:] != doc_ids[:, :-1], (1, 0), value=True)
+    return index - (index * is_first).cummax(dim=1).values
+
+
+def look_back(x: Tensor, positions: Tensor, distance: int) -> Tensor:
+    """x (B, heads, S, D) of the token `distance` before each token; 0 before its document."""
+    is_inside = (positions >= distance)[:, None, :, None]
+    return torch.where(is_inside, x.roll(distance, dims=2), 0)
+
+
+def key_distances(doc_ids: Tensor, T: int) -> Tensor:
+    """Number of tokens from key to query (B, 1, T, S); -1 between documents: doc_ids (B, S)."""
+    index = torch.arange(doc_ids.shape[1], device=doc_ids.device)
+    distances = index[-T:, None] - index
+    is_same_document = doc_ids[:, -T:, None] == doc_ids[:, None, :]
+    return distances.where(is_same_document, -1).unsqueeze(1)
+
+
+def rotate(x: Tensor, positions: Tensor, R: int) -> Tensor:
+    """Rotate the channels (i, i + R/2) of x (B, heads, T, D) by position x 10000^(-2i/R)."""
+    frequency = 10_000.0 ** (-torch.arange(0, R, 2, device=x.device) / R)
+    angle = positions[:, None, :, None] * frequency  # (B, 1, T, R/2)
+    a, b, rest = x.split((R // 2, R // 2, x.shape[-1] - R), dim=-1)
+    rotated_a = a * angle.cos() - b * angle.sin()
+    rotated_b = a * angle.sin() + b * angle.cos()
+    return torch.cat((rotated_a, rotated_b, rest), dim=-1)
+
+
+def linear_features(x: Tensor) -> Tensor:
+    """phi(x) = elu(x) + 1. Linear attention has the weights softmax(log phi(q).phi(k))."""
+    return F.relu(x) + x.clamp(max=0).exp()
+
+
+class NgramEmbedding(nn.Module):
+    """Sum of the embeddings of the 2-gram, ..., max_ngram-gram that end at each token."""
+
+    def __init__(self, config: TrilGPTConfig):
+        super().__init__()
+        self.max_ngram = config.max_ngram
+        self.table = nn.Embedding(config.ngram_table_size, config.n_embd)
+
+    def forward(self, tokens: Tensor, positions: Tensor, T: int) -> Tensor:
+        """Embeddings of the last T tokens (B, T, C): tokens (B, 1, S, 1), positions (B, S)."""
+        hashes = tokens
+        total = 0
+        for distance in range(1, self.max_ngram):
+            earlier = look_back(tokens + 1, positions, distance)
+            hashes = (hashes * HASH_FACTOR + earlier) % HASH_PRIME
+            total = total + self.table(hashes[:, 0, -T:, 0] % self.table.num_embeddings)
+        return total
+
+
+class Attention(nn.Module):
+    def __init__(self, config: TrilGPTConfig, layer: int):
+        super().__init__()
+        self.config = config
+        self.layer = layer
+        qkv_channels = (config.n_head + 2 * config.kv_heads) * config.head_dim
+        self.qkv = nn.Linear(config.n_embd, qkv_channels, bias=config.bias)
+        self.proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+
+    def forward(self, x: Tensor, positions: Tensor, distances: Tensor, cache) -> Tensor:
+        config = self.config
+        B, T, C = x.shape
+        H, G = config.n_head, config.kv_heads
+        heads = self.qkv(x).view(B, T, H + 2 * G, config.head_dim).transpose(1, 2)
+        qk, v = heads.split((H + G, G), dim=1)
+        if config.qk_norm:
+            qk = F.rms_norm(qk.float(), (config.head_dim,))
+        if config.position == "rotary":
+            qk = rotate(qk, positions[:, -T:], config.rotary_channels)  # in float32
+        q, k = qk.type_as(v).split((H, G), dim=1)  # (B, H, T, D), (B, G, T, D)
+        k, v = cache.update(k, v, self.layer)  # (B, G, S, D)
+        if config.key_offset:
+            rotated, shifted = k.tensor_split((config.rotary_channels,), dim=-1)
+            k = torch.cat((rotated, look_back(shifted, positions, 1)), dim=-1)
+        k = k.repeat_interleave(H // G, dim=1)  # (B, H, S, D)
+        v = v.repeat_interleave(H // G, dim=1)
+        if config.attention_types[self.layer] == "linear":
+            scores = (linear_features(q.float()) @ linear_features(k.float()).mT).log()
+        else:
+            scores = q @ k.mT / config.head_dim**0.5  # (B, H, T, S)
+            scores = apply_softcap(scores, config.attention_softcap)
+        is_visible = (distances >= 0) & (distances < config.windows[self.layer])
+        weights = scores.float().masked_fill(~is_visible, -torch.inf).softmax(dim=-1)
+        weights = F.dropout(weights, config.dropout, self.training).type_as(v)
+        y = (weights @ v).transpose(1, 2).reshape(B, T, C)
+        return F.dropout(self.proj(y), config.dropout, self.training)
+
+
+class MLP(nn.Module):
+    def __init__(self, config: TrilGPTConfig):
+        super().__init__()
+        self.config = config
+        W = config.mlp_channels
+        self.fc = nn.Linear(config.n_embd, 2 * W if config.mlp == "swiglu" else W, config.bias)
+        self.proj = nn.Linear(W, config.n_embd, config.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.proj(ACTIVATIONS[self.config.mlp](self.fc(x)))
+        return F.dropout(x, self.config.dropout, self.training)
+
+
+class Block(nn.Module):
+    def __init__(self, config: TrilGPTConfig, layer: int):
+        super().__init__()
+        self.norm_attn = make_norm(config)
+        self.attn = Attention(config, layer)
+        self.norm_mlp = make_norm(config)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, positions: Tensor, distances: Tensor, cache) -> Tensor:
+        x = x + self.attn(self.norm_attn(x), positions, distances, cache)
+        return x + self.mlp(self.norm_mlp(x))
+
+
+class TrilGPTForCausalLM(PreTrainedModel, GenerationMixin):
+    config_class = TrilGPTConfig
+    _input_embed_layer = "wte"
+    _no_split_modules = ["Block"]
+    _tied_weights_keys = {"lm_head.weight": "wte.weight"}
+
+    def __init__(self, config: TrilGPTConfig):
+        super().__init__(config)
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        if config.position == "learned":
+            self.wpe = nn.Embedding(config.block_size, config.n_embd)
+        if config.max_ngram > 1:
+            self.ngrams = NgramEmbedding(config)
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        self.norm = make_norm(config)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids,
+        attention_mask=None,
+        labels=None,
+        use_cache=None,
+        logits_to_keep=0,
+        **kwargs,
+    ):
+        """Logits (B, T, V) of the next tokens, and the loss in nats per label: input_ids (B, T).
+
+        labels (B, T): shifted here, and -100 is ignored. position_ids have no effect.
+        """
+        config = self.config
+        cache = kwargs.pop("cache", kwargs.pop("past_key_values", None))
+        if cache is None:
+            cache = DynamicCache()
+        B, T = input_ids.shape
+        S = cache.get_seq_length() + T
+        doc_ids = input_ids.new_ones(B, S) if attention_mask is None else attention_mask
+        if doc_ids.shape != (B, S):
+            raise ValueError(f"attention_mask must have the shape {(B, S)}; set a dynamic cache")
+        if config.position == "learned" and config.block_size < S:
+            raise ValueError(f"{S} tokens do not fit into block_size={config.block_size}")
+        positions = positions_in_document(doc_ids)
+        x = self.wte(input_ids)
+        if config.position == "learned":
+            x = x + self.wpe(positions[:, -T:])
+        if config.max_ngram > 1:
+            if len(cache.layers) == config.n_layer:  # one more layer stores tokens
+                cache.layers.append(DynamicLayer())
+            tokens = input_ids[:, None, :, None]
+            tokens, _ = cache.update(tokens, tokens, config.n_layer)
+            x = x + self.ngrams(tokens, positions, T)
+        x = F.dropout(x, config.dropout, self.training)
+        distances = key_distances(doc_ids, T)
+        for block in self.blocks:
+            x = block(x, positions, distances, cache)
+        logits = self.lm_head(self.norm(x)[:, -logits_to_keep:]).float()
+        logits = apply_softcap(logits, config.logit_softcap)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, vocab_size=config.vocab_size, **kwargs)
+        kept = {CACHE: cache} if use_cache else {}
+        return CausalLMOutputWithPast(loss=loss, logits=logits, **kept)
