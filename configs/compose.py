@@ -131,9 +131,12 @@ def parse_text(script: str, key: str, text: Any, kinds: dict[str, Any]) -> Any:
         if "experiment" in list_groups(script) and recipe in list_choices("experiment", [CONFIGS]):
             suggestion = f" (did you mean experiment={recipe}?)"  # nanoGPT's config/train_NAME.py
         hint = "" if text else " (text with spaces needs quotes)"
-        if not text and "run" in kinds and not key.startswith("-"):
-            suggestion = ""
-            hint = f" (a run is run={key}, and text with spaces needs quotes)"
+        if not text and not key.startswith("-"):
+            if "data.path" in kinds and Path(key).suffix and not suggestion:
+                hint = f" (a file is data.path={key}, and text with spaces needs quotes)"
+            elif "run" in kinds:
+                suggestion = ""
+                hint = f" (a run is run={key}, and text with spaces needs quotes)"
         raise UserError(f"{key}: there is no such key{suggestion}; see --help and --cfg job{hint}")
     try:
         return parse_value(kind, text)
