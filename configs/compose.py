@@ -87,12 +87,11 @@ def read_files(script: str, choices: dict[str, str], config_dir: str | None) -> 
             raise UserError(f"{group}={choice} is unknown{suggestion}; {advice}")
         words.append(f"{'experiment@_global_' if group == 'experiment' else group}={choice}")
     texts = {}
-    with hydra_loader():
-        for name, package in select_files(script, *words):
-            paths = [folder / f"{name}.yaml" for folder in folders]
-            for path in filter(Path.exists, paths):  # none for files of Hydra itself
-                texts |= read_texts(path, package)
-                break
+    for name, package in select_files(script, *words):
+        paths = [folder / f"{name}.yaml" for folder in folders]
+        for path in filter(Path.exists, paths):  # none for files of Hydra itself
+            texts |= read_texts(path, package)
+            break
     return texts
 
 
@@ -100,11 +99,11 @@ def read_files(script: str, choices: dict[str, str], config_dir: str | None) -> 
 def select_files(script: str, *words: str) -> list[tuple[str, str]]:
     """Select YAML files by their defaults lists, with Hydra.
 
-    words: choices of groups. Returns (path in a folder of configs, section of its keys) of each.
-    Call this inside hydra_loader.
+    words: choices of groups.
+    Returns (path in a folder of configs, section of its keys) of each file. Raises UserError.
     """
-    loader = GlobalHydra.instance().config_loader()
-    defaults = loader.compute_defaults_list(script, list(words), RunMode.RUN).defaults
+    with hydra_loader() as loader:
+        defaults = loader.compute_defaults_list(script, list(words), RunMode.RUN).defaults
     return [(file.config_path, file.package) for file in defaults]
 
 
@@ -113,7 +112,9 @@ def read_texts(path: Path, package: str) -> dict[str, Any]:
 
     package: the section of its keys, such as model. It is empty for a recipe.
     """
-    content = {**(yaml.load(path.read_bytes(), yaml.BaseLoader) or {})}
+    content = yaml.load(path.read_bytes(), yaml.BaseLoader) or {}
+    if not isinstance(content, dict):
+        raise UserError(f"{path} is not a mapping; write lines with key: value")
     if "hydra" in str(content.pop("defaults", None)):
         raise UserError(f"{path} sets hydra, which would have no effect; remove it")
     return flatten_dict(content, f"{package}." if package else "")

@@ -67,7 +67,11 @@ class EvalScriptConfig(LoadConfig):
     data: DataConfig = field(default_factory=lambda: DataConfig(source="none"))
 
     def rules(self, section: str) -> Iterator[Rule]:
-        yield ("data.path", self.data.source != "none", "is missing; set the documents to score")
+        yield (
+            "data.path",
+            self.data.source != "none",
+            "has no documents; set a file, a folder or a pattern",
+        )
 
 
 @dataclass

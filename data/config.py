@@ -51,16 +51,16 @@ class DataConfig:
 
     @property
     def label(self) -> str:
-        """Name of the text for people: of a local file or folder that replaces a remote data set.
+        """Name that is shown. A local file or folder that replaces a remote data set has its own.
 
-        The data set keeps its name, because this is a part of fingerprints.
+        `name` stays, because it is a part of fingerprints.
         """
         is_remote = self.text_bytes or self.repo
-        if not is_remote or not isinstance(self.path, str) or "://" in self.path:
+        if not is_remote or not isinstance(self.path, str) or ":" in self.path:  # URL, or hub:
             return self.name
-        name = Path(self.path).name.partition(".")[0]
-        is_plain = re.fullmatch(r"[A-Za-z0-9_-]{1,60}", name)  # and can be in the name of a run
-        return name if is_plain else self.name
+        name = re.sub(r"(\.[A-Za-z]\w*)+$", "", Path(self.path).name)  # .txt.gz
+        can_name_run = re.fullmatch(r"\w[\w.-]{0,59}", name, re.ASCII)
+        return name if can_name_run else self.name
 
     def rules(self, section: str) -> Iterator[Rule]:
         check_path_component(f"{section}.name", self.name)

@@ -9,7 +9,7 @@ is (in, out). The name of an imported GPTConfig is its model_type.
 """
 
 import re
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -139,7 +139,6 @@ TRILGPT = {
         "AutoConfig": f"{MODULE}.TrilGPTConfig",
         "AutoModelForCausalLM": f"{MODULE}.TrilGPTForCausalLM",
     },
-    "pad_vocab_multiple": 1,
 }
 # The kind of rotary positions, which config.json need not contain. GPT computes no other kind.
 ROPE_TYPE = {"rope_type": "default", "type": "default"}
@@ -165,15 +164,12 @@ def find_architecture(config: GPTConfig) -> str:
 def to_config_json(config: GPTConfig, model_type: str) -> dict[str, Any]:
     """The keys of config.json that determine what the model computes."""
     if model_type == "trilgpt":
-        derived = {
-            "kv_heads": config.kv_heads,
-            "mlp_channels": config.mlp_channels,
-            "head_dim": config.head_dim,
-            "rotary_channels": config.rotary_channels,
-            "attention_types": config.attention_types,
-            "windows": [window or config.block_size for window in config.windows],
+        settings = asdict(config) | {
+            "n_kv_head": config.kv_heads,
+            "mlp_width": config.mlp_channels,
         }
-        return asdict(config) | derived | TRILGPT
+        del settings["name"], settings["pad_vocab_multiple"]  # the weights have no padding rows
+        return settings | TRILGPT | {"settings": list(settings)}
     architecture = ARCHITECTURES[model_type]
     settings = asdict(config) | {
         "n_kv_head": config.kv_heads,
@@ -190,15 +186,14 @@ def to_config_json(config: GPTConfig, model_type: str) -> dict[str, Any]:
 
 
 def from_config_json(content: dict[str, Any], path: str) -> GPTConfig:
-    """The architecture that a config.json describes. Dropout is that of trilgpt, or 0.
+    """The architecture that a config.json describes. Only trilgpt keeps its dropout.
 
     path: of the file, for messages.
     Raises UserError or KeyError if GPT computes something else.
     """
     model_type = content.get("model_type")
     if model_type == "trilgpt":
-        keys = {field.name for field in fields(GPTConfig)}
-        settings = {key: value for key, value in content.items() if key in keys}
+        settings = {key: content[key] for key in content["settings"]}
         return GPTConfig.from_saved(settings | {"name": model_type})
     if model_type not in ARCHITECTURES:
         raise UserError(

@@ -52,6 +52,7 @@ def write_folder(out: Path, checkpoint: dict, model_type: str, dtype: torch.dtyp
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": config.block_size,
+        "padding_side": "left",  # generation continues at the end of each row
         "split_special_tokens": True,  # as in training, special tokens in a text are text
     }
     if end is not None:

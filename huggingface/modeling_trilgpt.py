@@ -1,7 +1,5 @@
 """The GPT of trilGPT for transformers. This file needs torch and transformers only.
 
-    AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-
 Attention is computed by its formula, with all scores in memory. attention_mask (B, S) has the
 document id of each token, or 0 for padding. Tokens attend within their document, which is
 contiguous, and positions start at 0 in each. Rotary positions can exceed block_size: a token then
@@ -20,8 +18,6 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 HASH_PRIME = 2**31 - 1
 HASH_FACTOR = 1_566_083_941
-# argument for the KV cache, which depends on the version of transformers
-CACHE = "cache" if hasattr(CausalLMOutputWithPast, "cache") else "past_key_values"
 ACTIVATIONS = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -36,13 +32,13 @@ class TrilGPTConfig(PretrainedConfig):
     vocab_size, n_layer, n_embd, bias, dropout, tie_embeddings
     block_size                  context length in tokens
     norm, position              rmsnorm or layernorm; rotary or learned
-    mlp, mlp_channels           gelu, gelu_tanh, relu2 or swiglu; its width
-    n_head, kv_heads            query heads; key/value heads that they share
-    head_dim, rotary_channels   channels of a head; number of them that are rotated
-    attention_types, windows    softmax or linear; number of keys per query, for each layer
+    mlp, mlp_width              gelu, gelu_tanh, relu2 or swiglu; its width
+    n_head, n_kv_head           query heads; key/value heads that they share
+    attention_type              softmax or linear
+    window                      keys per query, or None: block_size. Lists repeat over the layers.
     qk_norm                     normalize queries and keys
-    key_offset                  take the other channels of each key from the previous token
-    attention_ and logit_softcap  bounds of the attention scores and of the logits, or None
+    key_offset                  half of each key's channels are those of the token before
+    attention_softcap, logit_softcap   bounds of the attention scores and the logits, or None
     max_ngram, ngram_table_size longest n-gram; rows of the table that n-grams are hashed into
     """
 
@@ -121,38 +117,48 @@ class NgramEmbedding(nn.Module):
         return total
 
 
+def value_of_layer(value, layer: int):
+    return value[layer % len(value)] if isinstance(value, list) else value
+
+
 class Attention(nn.Module):
     def __init__(self, config: TrilGPTConfig, layer: int):
         super().__init__()
         self.config = config
         self.layer = layer
-        qkv_channels = (config.n_head + 2 * config.kv_heads) * config.head_dim
+        self.window = value_of_layer(config.window, layer) or config.block_size
+        self.attention_type = value_of_layer(config.attention_type, layer)
+        self.head_dim = config.n_embd // config.n_head
+        shifted_channels = 2 * (self.head_dim // 4) if config.key_offset else 0
+        self.rotary_channels = self.head_dim - shifted_channels
+        qkv_channels = (config.n_head + 2 * config.n_kv_head) * self.head_dim
         self.qkv = nn.Linear(config.n_embd, qkv_channels, bias=config.bias)
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
 
     def forward(self, x: Tensor, positions: Tensor, distances: Tensor, cache) -> Tensor:
         config = self.config
         B, T, C = x.shape
-        H, G = config.n_head, config.kv_heads
-        heads = self.qkv(x).view(B, T, H + 2 * G, config.head_dim).transpose(1, 2)
+        H, G = config.n_head, config.n_kv_head
+        heads = self.qkv(x).view(B, T, H + 2 * G, self.head_dim).transpose(1, 2)
         qk, v = heads.split((H + G, G), dim=1)
         if config.qk_norm:
-            qk = F.rms_norm(qk.float(), (config.head_dim,))
+            qk = F.rms_norm(qk.float(), (self.head_dim,))
         if config.position == "rotary":
-            qk = rotate(qk, positions[:, -T:], config.rotary_channels)  # in float32
+            qk = rotate(qk, positions[:, -T:], self.rotary_channels)  # in float32
         q, k = qk.type_as(v).split((H, G), dim=1)  # (B, H, T, D), (B, G, T, D)
         k, v = cache.update(k, v, self.layer)  # (B, G, S, D)
         if config.key_offset:
-            rotated, shifted = k.tensor_split((config.rotary_channels,), dim=-1)
+            rotated, shifted = k.tensor_split((self.rotary_channels,), dim=-1)
             k = torch.cat((rotated, look_back(shifted, positions, 1)), dim=-1)
         k = k.repeat_interleave(H // G, dim=1)  # (B, H, S, D)
         v = v.repeat_interleave(H // G, dim=1)
-        if config.attention_types[self.layer] == "linear":
-            scores = (linear_features(q.float()) @ linear_features(k.float()).mT).log()
+        if self.attention_type == "linear":
+            with torch.autocast(x.device.type, enabled=False):  # sums in float32
+                scores = (linear_features(q.float()) @ linear_features(k.float()).mT).log()
         else:
-            scores = q @ k.mT / config.head_dim**0.5  # (B, H, T, S)
+            scores = q @ k.mT / self.head_dim**0.5  # (B, H, T, S)
             scores = apply_softcap(scores, config.attention_softcap)
-        is_visible = (distances >= 0) & (distances < config.windows[self.layer])
+        is_visible = (distances >= 0) & (distances < self.window)
         weights = scores.float().masked_fill(~is_visible, -torch.inf).softmax(dim=-1)
         weights = F.dropout(weights, config.dropout, self.training).type_as(v)
         y = (weights @ v).transpose(1, 2).reshape(B, T, C)
@@ -163,7 +169,7 @@ class MLP(nn.Module):
     def __init__(self, config: TrilGPTConfig):
         super().__init__()
         self.config = config
-        W = config.mlp_channels
+        W = config.mlp_width
         self.fc = nn.Linear(config.n_embd, 2 * W if config.mlp == "swiglu" else W, config.bias)
         self.proj = nn.Linear(W, config.n_embd, config.bias)
 
@@ -204,22 +210,18 @@ class TrilGPTForCausalLM(PreTrainedModel, GenerationMixin):
         self.post_init()
 
     def forward(
-        self,
-        input_ids,
-        attention_mask=None,
-        labels=None,
-        use_cache=None,
-        logits_to_keep=0,
-        **kwargs,
+        self, input_ids, attention_mask=None, labels=None, use_cache=None, logits_to_keep=0, **extra
     ):
         """Logits (B, T, V) of the next tokens, and the loss in nats per label: input_ids (B, T).
 
         labels (B, T): shifted here, and -100 is ignored. position_ids have no effect.
         """
         config = self.config
-        cache = kwargs.pop("cache", kwargs.pop("past_key_values", None))
-        if cache is None:
-            cache = DynamicCache()
+        # the name depends on the version of transformers
+        caches = [extra.pop(name, None) for name in ("cache", "past_key_values")]
+        cache = next((cache for cache in caches if cache is not None), DynamicCache())
+        if use_cache is None:
+            use_cache = labels is None
         B, T = input_ids.shape
         S = cache.get_seq_length() + T
         doc_ids = input_ids.new_ones(B, S) if attention_mask is None else attention_mask
@@ -234,7 +236,7 @@ class TrilGPTForCausalLM(PreTrainedModel, GenerationMixin):
         if config.max_ngram > 1:
             if len(cache.layers) == config.n_layer:  # one more layer stores tokens
                 cache.layers.append(DynamicLayer())
-            tokens = input_ids[:, None, :, None]
+            tokens = input_ids.long()[:, None, :, None]
             tokens, _ = cache.update(tokens, tokens, config.n_layer)
             x = x + self.ngrams(tokens, positions, T)
         x = F.dropout(x, config.dropout, self.training)
@@ -245,6 +247,5 @@ class TrilGPTForCausalLM(PreTrainedModel, GenerationMixin):
         logits = apply_softcap(logits, config.logit_softcap)
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits, labels, vocab_size=config.vocab_size, **kwargs)
-        kept = {CACHE: cache} if use_cache else {}
-        return CausalLMOutputWithPast(loss=loss, logits=logits, **kept)
+            loss = self.loss_function(logits, labels, vocab_size=config.vocab_size, **extra)
+        return CausalLMOutputWithPast(loss, logits, cache if use_cache else None)

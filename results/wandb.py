@@ -159,7 +159,8 @@ def read_run(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 def read_options(folder: Path) -> dict[str, Any]:
     """Read the section wandb of a config. A comparison has the values that all its runs have."""
     compared = read_json(folder / "comparison.json").get("runs", ["."])
-    first, *others = [read_run(folder / run)[0].get("wandb", {}) for run in compared]
+    configs = [read_run(folder / run)[0] for run in compared]
+    first, *others = [config["wandb"] for config in configs if "wandb" in config] or [{}]
     return {
         key: value
         for key, value in first.items()

@@ -57,7 +57,7 @@ BLANK_PNG = base64.b64decode(
 
 @pytest.fixture(autouse=True)
 def blank_pictures(request, monkeypatch):
-    """Pictures are blank in this process, except in tests with the mark `draws`.
+    """Pictures that a test draws in this process are blank, unless it has the mark `draws`.
 
     Drawing loss.png is more than half of the time of a tiny run.
     """

@@ -162,7 +162,7 @@ def test_scoring_needs_no_backend_that_supports_positions(trained, monkeypatch):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ([], "data.path=null is missing; set the documents to score"),
+        ([], "data.path=null has no documents; set a file"),
         (["run=no/where", "data.path=text.txt"], "run=no/where has no checkpoint"),
         (["data.path=nothing.txt"], "data.path=nothing.txt has no file to read"),
         (["data.path=unknown.txt"], "document 1 has characters that are not in the vocabulary"),

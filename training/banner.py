@@ -34,7 +34,7 @@ def format_banner(config: RunConfig, run: RunFolder, meta: dict) -> str:
     if config.model.max_ngram > 1:
         table_params = config.model.ngram_table_size * config.model.n_embd
         n_params -= table_params
-        ngrams = f", and {table_params:,} for groups of 2 to {config.model.max_ngram} tokens"
+        ngrams = f", and an n-gram table of {table_params:,}"
     lines.append(
         f"model    {config.model.name}, {describe_model(config.model)}: "
         f"a GPT with {n_params:,} parameters{ngrams}"

@@ -82,8 +82,7 @@ class Dist:
         if not self.is_main:
             sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (stays open)
         try:
-            # torch waits for the other ranks in C++. In another thread, so that this one can handle
-            # signals.
+            # torch waits for the other ranks in C++: the thread leaves this one free for signals
             ThreadPoolExecutor(1).submit(init_process_group, device).result()
         except ValueError as error:  # a variable such as RANK or MASTER_ADDR is missing
             raise UserError(f"{error}; {USE_TORCHRUN}") from None
@@ -159,7 +158,7 @@ def init_process_group(device: torch.device) -> None:
     """Connect this process to all others, which takes until the last one has started."""
     is_cuda = device.type == "cuda"
     if is_cuda:
-        torch.cuda.set_device(device)  # of this thread
+        torch.cuda.set_device(device)  # each thread has its own current device
     torch_dist.init_process_group(
         "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
         timeout=COLLECTIVE_TIMEOUT,

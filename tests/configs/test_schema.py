@@ -85,7 +85,7 @@ NUMBERS = [
             ["prompts=a", "attention_map=true"],
             ("attention_map=true", "remove prompts and interactive"),
         ),
-        ("eval", [], ("data.path=null", "set the documents to score")),
+        ("eval", [], ("data.path=null", "set a file, a folder or a pattern")),
     ],
     ids=name_case,
 )

@@ -43,7 +43,9 @@ def test_settings_that_do_not_fit_together_are_rejected(config, message):
         ("mine.txt", "mine"),
         ("~/books/my-novel.txt.gz", "my-novel"),
         ("/home/me/books/", "books"),
+        ("v1.2-notes.txt", "v1.2-notes"),
         ("https://host/a/input.txt", "shakespeare_char"),
+        ("hub:alice/repo/a.txt", "shakespeare_char"),
         ("books/*.txt", "shakespeare_char"),
         (["a.txt", "b.txt"], "shakespeare_char"),
         ("ein Buch.txt", "shakespeare_char"),  # cannot be in the name of a run

@@ -1,13 +1,14 @@
 """The model card of an exported run."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
-from helpers import load, metrics, summary
+from helpers import TEXT, load, metrics, summary
 
 from common.files import write_json
-from results.card import remove_folders, write_card
+from results.card import hide_path, write_card
 
 
 def make_card(has_code: bool = False, **changed) -> str:
@@ -35,41 +36,46 @@ def test_card_has_the_losses_of_the_last_evaluation_up_to_its_step(trained, step
     row = metrics("a")[evaluated]
     assert float(facts["validation loss, nats"]) == pytest.approx(row["val/loss"], abs=1e-4)
     assert float(facts["bits per byte"]) == pytest.approx(row["val/bpb"], abs=1e-4)
-    assert facts["tokens of training"] == str(metrics("a")[step]["tokens"])
+    assert facts["training tokens"] == f"{metrics('a')[step]['tokens']:,}"
 
 
 def test_card_has_the_sizes_of_model_and_text(trained):
     facts = read_facts(make_card())
-    assert facts["parameters"] == str(summary("a")["n_params"])
-    assert facts["of them, n-gram table"] == str(64 * 16)
-    assert facts["bytes of text"] == str(Path("text.txt").stat().st_size)
+    assert facts["parameters"] == f"{summary('a')['n_params']:,}"
+    assert facts["in the n-gram table"] == "1,024"
+    assert facts["data, bytes"] == f"{Path('text.txt').stat().st_size:,}"
     assert (facts["context, tokens"], facts["tokenizer"]) == ("16", "char")
 
 
 def test_card_has_no_path_of_the_machine(trained, workdir):
     change_command(f"python train.py name=a data.path={workdir}/text.txt seed=2")
-    card = make_card(config={"data": {"name": "text", "path": f"{workdir}/text.txt"}})
-    assert read_facts(card)["command"] == "python train.py name=a data.path=text.txt seed=2"
-    assert read_facts(card)["data"] == "text.txt"
+    card = make_card()
+    assert read_facts(card)["command"] == "python train.py name=a data.path=... seed=2"
+    assert read_facts(card)["data"] == "text"
     assert str(workdir) not in card
 
 
 @pytest.mark.parametrize(
     ("word", "expected"),
     [
-        ("--config-dir=/home/me/configs", "--config-dir=configs"),
-        ("data.path=~/books/a.txt", "data.path=a.txt"),
-        ("data.path=/home/me/books/", "data.path=books/"),
-        ('data.path=["/x y/a.txt",../b.txt]', 'data.path=["a.txt",b.txt]'),
-        ("train.init_from=hf:/home/me/model", "train.init_from=hf:model"),
-        ("train.init_from=run:a/checkpoints/last.pt", "train.init_from=run:last.pt"),
-        ("data.path=https://host/a/b.txt", "data.path=https://host/a/b.txt"),
+        ("--config-dir=/home/me/configs", "--config-dir=..."),
+        ("/home/me/configs", "..."),
+        ("data.path=~/books/*.txt", "data.path=..."),
+        ("data.path=mine.txt", "data.path=mine.txt"),
+        ('data.path=["/x y/a.txt","https://host/b.txt"]', "data.path=..."),
+        ("data.path=https://user:secret@host/a?key=b", "data.path=..."),
+        ("train.init_from=hf:/home/me/model", "train.init_from=..."),
         ("train.init_from=hf:owner/model", "train.init_from=hf:owner/model"),
         ("data.repo=owner/texts", "data.repo=owner/texts"),
     ],
 )
-def test_paths_are_shortened_and_names_of_the_hub_are_not(word, expected):
-    assert remove_folders(word) == expected
+def test_folders_and_urls_are_hidden_and_names_of_the_hub_are_not(word, expected):
+    assert hide_path(word) == expected
+
+
+def test_prompt_of_a_character_model_is_in_its_vocabulary(trained):
+    (prompt,) = re.findall(r"generate\((.*?)\)\[0\]", make_card())
+    assert json.loads(prompt) in TEXT
 
 
 def test_text_of_a_run_stays_in_the_indented_block(trained):

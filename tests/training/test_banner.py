@@ -82,7 +82,7 @@ def test_banner_has_the_size_of_the_ngram_table(config):
     config.model.max_ngram = 3
     config.model.ngram_table_size = 1000
     config.model.n_embd = 64
-    assert " parameters, and 64,000 for groups of 2 to 3 tokens" in banner(config)
+    assert " parameters, and an n-gram table of 64,000" in banner(config)
 
 
 @pytest.mark.parametrize(("step", "expected"), [(0, True), (3, False)], ids=["new", "resumed"])

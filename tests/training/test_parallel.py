@@ -66,7 +66,9 @@ def kill_worker(process: subprocess.Popen) -> None:
 
 
 @pytest.mark.slow
-def test_killed_sharded_run_resumes_on_other_numbers_of_processes(tmp_path_factory, monkeypatch):
+def test_killed_sharded_run_resumes_with_ddp_and_on_other_numbers_of_processes(
+    tmp_path_factory, monkeypatch
+):
     folder = make_folder(tmp_path_factory, "resharded")
     monkeypatch.chdir(folder)
     settings = ["eval.every=1000000", "train.batch_size=6", WARMUP]
@@ -77,7 +79,7 @@ def test_killed_sharded_run_resumes_on_other_numbers_of_processes(tmp_path_facto
     assert process.poll() is None, process.communicate()[1]
     kill_worker(process)
     step = load("a")["step"] + 6
-    finish(torchrun(2, "name=a", f"train.steps={step}", *settings, FSDP))
+    finish(torchrun(2, "name=a", f"train.steps={step}", *settings, "parallel=ddp"))
     for name in "ab":
         train_in(folder, f"name={name}", *SINGLE, f"train.steps={step + 6}", *settings)
     losses = [[row.get("train/loss") for row in metrics(name)] for name in "ab"]
