@@ -1,5 +1,6 @@
 """Cases, configs and made-up rows for the tests of bench.py."""
 
+import ctypes
 from dataclasses import replace
 
 import torch
@@ -19,6 +20,13 @@ CONFIG = BenchConfig(
     seconds=0.001,
     time_limit=300.0,
 )
+
+
+def parent_death_signal() -> int:
+    """The signal that this process gets when its parent ends. Only on Linux."""
+    signum = ctypes.c_int()
+    ctypes.CDLL(None).prctl(2, ctypes.byref(signum))  # PR_GET_PDEATHSIG
+    return signum.value
 
 
 def make_case(

@@ -22,13 +22,14 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 import pytest
-import torch
-from helpers import TEXT, run_command, train_here
-from matplotlib.figure import Figure
-from run_helpers import copy_here, restored_signal_handlers, train_in
+
+# Fixtures import torch and the project: the main process of pytest -n would import them in vain,
+# while the workers wait for it.
 
 
 def pytest_collection_modifyitems(items):
+    import torch
+
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="NOT RUN: needs a CUDA device, and this machine has none")
@@ -55,14 +56,25 @@ BLANK_PNG = base64.b64decode(
 )
 
 
-@pytest.fixture(autouse=True)
-def blank_pictures(request, monkeypatch):
-    """Pictures that a test draws in this process are blank, unless it has the mark `draws`.
+@pytest.fixture(scope="session", autouse=True)
+def blank_pictures():
+    """Pictures are blank in this process, because drawing takes half of the time of a tiny run.
 
-    Drawing loss.png is more than half of the time of a tiny run.
+    Yields the function that draws.
     """
-    if "draws" not in request.keywords:
-        monkeypatch.setattr(Figure, "savefig", lambda self, file, **_: file.write(BLANK_PNG))
+    from matplotlib.figure import Figure
+
+    draw = Figure.savefig
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", lambda self, file, **_: file.write(BLANK_PNG))
+        yield draw
+
+
+@pytest.fixture(autouse=True)
+def pictures(request, blank_pictures, monkeypatch):
+    """Tests with the mark `draws` draw their pictures."""
+    if "draws" in request.keywords:
+        monkeypatch.setattr("matplotlib.figure.Figure.savefig", blank_pictures)
 
 
 @pytest.fixture(scope="session")
@@ -77,6 +89,8 @@ def remote_code(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def signal_handlers():
+    from run_helpers import restored_signal_handlers
+
     with restored_signal_handlers():
         yield
 
@@ -84,6 +98,8 @@ def signal_handlers():
 @pytest.fixture
 def workdir(tmp_path, monkeypatch) -> Path:
     """A temporary folder that contains only text.txt. It is the current folder."""
+    from helpers import TEXT
+
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
     return tmp_path
@@ -100,12 +116,16 @@ def clock(monkeypatch) -> list[float]:
 @pytest.fixture
 def train(workdir):
     """train("name=a", ...) trains a tiny model in this process. Returns the exit code."""
+    from helpers import train_here
+
     return train_here
 
 
 @pytest.fixture(scope="session")
 def folder_with_a_run(tmp_path_factory) -> Path:
     """A folder with the run and the data of train("name=a"). Tests only read it."""
+    from run_helpers import train_in
+
     folder = tmp_path_factory.mktemp("trained")
     train_in(folder, "name=a")
     return folder
@@ -114,6 +134,8 @@ def folder_with_a_run(tmp_path_factory) -> Path:
 @pytest.fixture
 def trained(workdir, folder_with_a_run) -> None:
     """Copies the run and the data of train("name=a") into the current folder."""
+    from run_helpers import copy_here
+
     copy_here(folder_with_a_run)
 
 
@@ -130,6 +152,8 @@ def evaluate(workdir, capsys):
 
 
 def run_script(script: str, capsys, overrides: tuple[str, ...]) -> str:
+    from helpers import run_command
+
     capsys.readouterr()
     assert run_command(script, *overrides) == 0, capsys.readouterr().err
     return capsys.readouterr().out

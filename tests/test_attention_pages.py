@@ -65,6 +65,7 @@ def is_same_output(printed: str, shown: str) -> bool:
         for page in ATTENTION_PAGES
     ],
 )
+@pytest.mark.draws
 def test_page_prints_what_it_shows(page, workdir, precise_tensors, monkeypatch, capsys):
     # A prompt also shows values that are not printed; only tensors matter.
     monkeypatch.setattr(

@@ -35,6 +35,7 @@ def fake_bench(workdir, monkeypatch):
     def run(*results, words: tuple = ()) -> int:
         groups = [[result] if isinstance(result, dict) else result for result in results]
         monkeypatch.setattr("bench.measure_group", Mock(side_effect=groups))
+        monkeypatch.setattr("bench.plot_results", lambda rows, machine, path: path.touch())
         contexts = f"block_sizes={[*range(1, 1 + len(groups))]}"
         return run_command("bench", *TINY, contexts, "phases=[forward]", *words)
 

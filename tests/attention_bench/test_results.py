@@ -1,6 +1,5 @@
 """The results of a bench: the fastest backends, the printed tables, and attention.png."""
 
-import matplotlib.image
 import pytest
 from bench_helpers import make_row
 
@@ -16,10 +15,6 @@ def fastest(*rows: dict) -> list[str]:
 
 def test_fastest_backend_has_the_smallest_median():
     assert fastest(make_row("a", 8, 3.0), make_row("b", 8, 1.0), make_row("c", 8, 2.0)) == ["b"]
-
-
-def test_first_of_two_equal_backends_is_the_fastest():
-    assert fastest(make_row("a", 8, 1.0), make_row("b", 8, 1.0)) == ["a"]
 
 
 def test_row_that_did_not_finish_is_not_the_fastest():
@@ -75,7 +70,7 @@ UNFINISHED = [make_row("a", 64, None), make_row("b", 64, 1.0, peak_memory_bytes=
 TWO_PHASES = [make_row("a", 64, 1.0, phase=phase) for phase in ("forward", "decode")]
 NO_TIMES = [make_row("a", 64, None), make_row("a", 128, None)]
 NINE_BACKENDS = [
-    make_row(f"b{index}", 2**k, 2**k * 1.2**index) for index in range(9) for k in range(4, 14)
+    make_row(f"b{index}", 2**k, 2**k * 1.2**index) for index in range(9) for k in (4, 9, 14)
 ]
 
 
@@ -89,5 +84,7 @@ NINE_BACKENDS = [
     ],
 )
 def test_plot_draws_any_rows(rows, width, tmp_path):
+    import matplotlib.image  # takes most of a second
+
     plot_results(rows, MACHINE, tmp_path / "attention.png")
     assert matplotlib.image.imread(tmp_path / "attention.png").shape[:2] == (960, width)

@@ -1,8 +1,8 @@
 """Rounds of a bench and its processes: turns, failures, limits, and the figures of a row."""
 
+import multiprocessing.connection
 import os
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -10,11 +10,16 @@ from math import sqrt
 from unittest.mock import Mock
 
 import pytest
-from bench_helpers import CONFIG, make_case
-from helpers import ROOT
+from bench_helpers import CONFIG, make_case, parent_death_signal
 
 from attention_bench import measure as measure_module
-from attention_bench.measure import call_process, kill_processes, measure_group, summarize
+from attention_bench.measure import (
+    call_process,
+    kill_processes,
+    measure_group,
+    summarize,
+    try_call,
+)
 from common.machine import resolve_device
 
 FOREVER_S = 3000.0
@@ -39,61 +44,45 @@ def test_calls_run_in_one_other_process(call):
     assert first != ("finished", os.getpid())
 
 
-def test_refusal_has_the_reason_without_the_advice(call):
-    pid = call(os.getpid)
-    status, reason = call(resolve_device, "tpu")
-    assert status == "refused"
-    assert "no tpu device" in reason
-    assert "set" not in reason
-    assert call(os.getpid) == pid
-
-
-@pytest.mark.parametrize(
-    ("function", "arguments", "status", "reason"),
-    [
-        pytest.param(int, ("x",), "failed", "ValueError: invalid literal", id="exception"),
-        pytest.param(bytearray, (2**60,), "out of memory", "MemoryError", id="memory"),
-        pytest.param(
-            signal.raise_signal, (signal.SIGKILL,), "failed", "Linux killed it", id="killed"
-        ),
-    ],
-)
-def test_failure_is_reported_and_the_next_call_runs(call, function, arguments, status, reason):
-    failed_status, failed_reason = call(function, *arguments)
-    assert failed_status == status
-    assert reason in failed_reason
-    assert call(sqrt, 9.0) == ("finished", 3.0)
-
-
-def test_time_limit_ends_the_process(call):
-    answer = call(time.sleep, FOREVER_S, time_limit=0.25)
-    assert answer == ("time limit", "took longer than 0.25 s")
-    assert call(sqrt, 9.0) == ("finished", 3.0)
-
-
 def test_ctrl_c_does_not_reach_the_process(call):
     _, pid = call(os.getpid)
     os.kill(pid, signal.SIGINT)
     assert call(os.getpid) == ("finished", pid)
 
 
-KILLED_BENCH = """
-import os, signal, sys
-sys.path[:0] = [{root!r}]
-from attention_bench.measure import call_process
-if __name__ == "__main__":
-    call_process({{}}, "a", {limit}, os.getpid)
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="NOT RUN: only Linux has prctl")
-def test_process_ends_with_a_killed_bench(tmp_path):
-    script = tmp_path / "killed.py"
-    script.write_text(KILLED_BENCH.format(root=str(ROOT), limit=FOREVER_S), encoding="utf-8")
-    command = [sys.executable, script]
-    done = subprocess.run(command, stdout=subprocess.PIPE, timeout=300)  # until all exit
-    assert done.returncode == -signal.SIGKILL
+def test_process_ends_with_a_killed_bench(call):
+    assert call(parent_death_signal) == ("finished", signal.SIGKILL)
+
+
+def test_crash_is_reported_and_the_next_call_runs(call):
+    status, reason = call(signal.raise_signal, signal.SIGKILL)
+    assert status == "failed"
+    assert "Linux killed it" in reason
+    assert call(sqrt, 9.0) == ("finished", 3.0)
+
+
+def test_time_limit_ends_the_process(call):
+    call(os.getpid)
+    (process,) = multiprocessing.active_children()
+    answer = call(time.sleep, FOREVER_S, time_limit=0.25)
+    assert answer == ("time limit", "took longer than 0.25 s")
+    assert multiprocessing.connection.wait([process.sentinel], timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("function", "argument", "status", "reason"),
+    [
+        pytest.param(resolve_device, "tpu", "refused", "no tpu device", id="refusal"),
+        pytest.param(int, "x", "failed", "ValueError: invalid literal", id="exception"),
+        pytest.param(bytearray, 2**60, "out of memory", "MemoryError", id="memory"),
+    ],
+)
+def test_error_has_its_status_and_a_reason_without_advice(function, argument, status, reason):
+    error_status, error_reason = try_call(function, argument)
+    assert error_status == status
+    assert reason in error_reason
+    assert "set" not in error_reason
 
 
 def finish(*seconds: float, **columns) -> tuple:

@@ -242,6 +242,7 @@ for config in (ADAMW, MUON):
 """
 
 
+@pytest.mark.slow
 def test_optimizers_do_not_import_dynamo():
     """The import takes most of a second. In a new process, because other tests import it."""
     done = run_code(f"import sys; sys.path.append({str(ROOT / 'tests')!r})" + PRINT_USER_OF_DYNAMO)
@@ -249,7 +250,7 @@ def test_optimizers_do_not_import_dynamo():
 
 
 def test_command_runs_with_closed_streams():
-    command = f"{sys.executable} {ROOT}/sample.py run=none <&- >&- 2>&-"
+    command = f"{sys.executable} {ROOT}/compare.py missing <&- >&- 2>&-"
     assert subprocess.run(command, shell=True).returncode == 2
 
 

@@ -57,15 +57,6 @@ def test_each_token_is_a_target_once_per_epoch(n, T, seed, epoch):
     assert set(y.flatten().tolist()) == set(range(n))
 
 
-@SOME
-@given(n=st.integers(9, 200), T=st.integers(1, 8), seed=seeds, epoch=st.integers(1, 3))
-def test_windows_of_all_epochs_have_the_same_order_and_differ_by_the_phase_only(n, T, seed, epoch):
-    x, _, _ = read_epoch(n, T, seed, 0)
-    later_x, _, _ = read_epoch(n, T, seed, epoch)
-    shifts = (later_x - x) % n
-    assert (shifts == shifts[0, 0]).all()
-
-
 def test_order_is_the_permutation_of_the_random_generator():
     """So that runs of earlier versions resume with the same batches."""
     loader = make_loader(3000, 9, 10, seed=7)
@@ -130,7 +121,7 @@ rows_of_pairs = st.lists(pairs_of_texts, min_size=1, max_size=9).map(
 )
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[SHARED_FIXTURES])
+@settings(max_examples=10, deadline=None, suppress_health_check=[SHARED_FIXTURES])
 @given(rows=rows_of_pairs, T=st.integers(1, 9))
 def test_validation_targets_are_the_tokens_of_completions(workdir, monkeypatch, rows, T):
     """The reference is the bytes of each row. Long prompts are read in several pieces."""

@@ -34,7 +34,7 @@ ALL = [text for text in UNUSUAL_TEXTS if text]
 # Text to ids and back
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @example(ALL, BPE)
 @given(documents, configs)
 def test_decoding_inverts_encoding_also_after_the_spec_was_saved(documents, config):
@@ -85,11 +85,6 @@ def test_copy_has_the_ids_and_the_start_token():
     copied = pickle.loads(pickle.dumps(tokenizer))
     assert copied.encode("cab") == tokenizer.encode("cab")
     assert copied.start_token == 3  # the end-of-text token
-
-
-def test_special_tokens_in_a_text_are_encoded_as_text():
-    tokenizer = build(CATS, BPE)
-    assert end_of_text(tokenizer) not in encode(tokenizer, CATS[0])
 
 
 @pytest.mark.parametrize("count", [280, 1000])

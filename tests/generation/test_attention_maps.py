@@ -28,7 +28,6 @@ from model.attention import BACKENDS
 from model.attention.backends import attention_scores
 from model.layers import apply_rotary
 
-pytestmark = pytest.mark.draws
 EPS = torch.finfo(torch.float64).eps
 WINDOW = GPT2 | dict(window=[None, 3])
 PNG = b"\x89PNG"
@@ -176,6 +175,7 @@ def uniform_weights(n_layer, H, T):
     return torch.ones(n_layer, H, T, T).tril() / torch.arange(1, T + 1).unsqueeze(1)
 
 
+@pytest.mark.draws
 @pytest.mark.parametrize("words", [[], DIFFICULT_TOKENS], ids=["heads", "tokens"])
 @pytest.mark.parametrize("H", [1, 5])
 @pytest.mark.filterwarnings("error")

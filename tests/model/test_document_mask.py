@@ -17,7 +17,7 @@ def test_document_mask_acts_in_training_and_validation(train, workdir):
     lines = [f"the {n}th document says {n * n} and ends" for n in range(60)]
     write_table("table.jsonl", text=lines)
     words = ["data.path=table.jsonl", "model.window=[5,null]", "model.n_kv_head=1"]
-    words += ["tokenizer=byte", "eval.windows=null"]
+    words += ["tokenizer=byte", "eval.windows=null", "train.steps=2"]
     assert train(*words, "data.document_mask=false", "name=plain") == 0
     losses = {}
     for name in TRAINS_ON_CPU:
@@ -31,7 +31,7 @@ def test_document_mask_acts_in_training_and_validation(train, workdir):
 
 
 def test_sampling_uses_the_windows_of_the_checkpoint(train, sample, workdir):
-    assert train("model.window=[4,null]", "name=a") == 0
+    assert train("model.window=[4,null]", "name=a", "train.steps=1") == 0
     texts = set()
     for name in TRAINS_ON_CPU:
         text = sample("run=a", f"attention={name}", "temperature=0", "max_new_tokens=20")

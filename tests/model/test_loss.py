@@ -1,6 +1,5 @@
 """The loss: chunks, padded vocabularies, and one step of each preset with its golden values."""
 
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -150,16 +149,6 @@ def test_at_most_one_chunk_of_logits_is_in_memory(chunk_logits, largest):
     with LargestTensor() as tensor:
         chunked_loss(x, weight, targets, 1000, chunk_logits).backward()
     assert tensor.elements == largest
-
-
-def test_chunks_on_cuda_have_up_to_a_sixteenth_of_its_memory(monkeypatch):
-    """A sixteenth of 8,192 bytes stores 128 float32 logits."""
-
-    def get_device_properties(device):
-        return SimpleNamespace(total_memory=8192)
-
-    monkeypatch.setattr(torch.cuda, "get_device_properties", get_device_properties)
-    assert loss_module.max_chunk_logits(torch.device("cuda")) == 128
 
 
 # Padded vocabulary

@@ -28,7 +28,15 @@ def list_files(folder) -> list[str]:
 
 
 @pytest.fixture
-def runs(workdir):
+def no_picture(monkeypatch):
+    """comparison.png is empty, because drawing it takes longer than all the rest."""
+    monkeypatch.setattr(
+        "results.compare.plot_comparison", lambda variants, rows, path: path.touch()
+    )
+
+
+@pytest.fixture
+def runs(workdir, no_picture):
     """runs/a, runs/b, and the sweep runs/sweeps/s. Returns the folder runs."""
     folder = workdir / "runs"
     write_run(folder / "a")
@@ -74,7 +82,7 @@ def test_wrong_folders_are_refused_before_a_file_is_written(runs, capsys, words,
     assert not (runs / "comparison").exists()
 
 
-def test_text_of_runs_does_not_control_the_terminal(tmp_path, capsys):
+def test_text_of_runs_does_not_control_the_terminal(tmp_path, no_picture, capsys):
     attack = "\x1b[2J"
     runs = [write_run(tmp_path / name, changes={"model.name": attack + name}) for name in "ab"]
     runs += [write_run(tmp_path / "c", status="refused", error=attack)]
@@ -86,7 +94,7 @@ def test_text_of_runs_does_not_control_the_terminal(tmp_path, capsys):
 
 def test_folders_that_train_writes_are_compared(train, tmp_path):
     for name in ("naive", "sdpa"):
-        assert train(f"name={name}", f"attention={name}", "train.steps=8") == 0
+        assert train(f"name={name}", f"attention={name}") == 0
     rows = compare([tmp_path / "runs/naive", tmp_path / "runs/sdpa"], tmp_path / "out")
     first, second = rows
     assert first["variant"].value == "naive: attention=naive"
@@ -99,7 +107,7 @@ def test_folders_that_train_writes_are_compared(train, tmp_path):
 # Rows
 
 
-def test_csv_has_plain_numbers_and_their_bounds(tmp_path):
+def test_csv_has_plain_numbers_and_their_bounds(tmp_path, no_picture):
     runs = [write_run(tmp_path / f"a{n}", n, val=n, peak_memory_bytes=9 * 2**30) for n in (1, 2)]
     runs += [write_run(tmp_path / "b", changes=KERNEL, val=1.5)]
     compare(runs, tmp_path / "out")

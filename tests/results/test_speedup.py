@@ -30,14 +30,14 @@ def estimate(loss: float, steps: int = STEPS) -> Value:
 
 
 def simulate_coverage(speedup: float, seeds: int, noise: float, time_noise: float) -> float:
-    """Fraction of 500 simulated sweeps whose interval contains the true speedup.
+    """Fraction of 300 simulated sweeps whose interval contains the true speedup.
 
     noise: standard deviation of single losses. time_noise: of the logarithm of single step times.
     Both share an offset of each seed, and the variant's steps take 5 % longer than the baseline's.
     """
     generator = np.random.default_rng(seeds)
     covering = 0
-    for _ in range(500):
+    for _ in range(300):
         offsets = generator.normal(0, 0.05, size=(seeds, 1))
         curves = true_loss(np.array(LENGTHS)) + offsets
         curves += generator.normal(0, noise, size=curves.shape)
@@ -48,17 +48,17 @@ def simulate_coverage(speedup: float, seeds: int, noise: float, time_noise: floa
         low = -math.inf if result.low is None else result.low
         high = math.inf if result.high is None else result.high
         covering += low <= speedup <= high
-    return covering / 500
+    return covering / 300
 
 
 @pytest.mark.parametrize(
     ("speedup", "seeds", "noise", "time_noise"),
-    [(0.85, 3, 0.001, 0.0), (1.0, 5, 0.005, 0.02), (1.15, 10, 0.001, 0.02), (0.85, 3, 0.005, 0.0)],
+    [(0.85, 3, 0.001, 0.0), (1.15, 5, 0.005, 0.02)],
 )
 def test_intervals_contain_the_true_speedup_in_simulated_sweeps(seeds, speedup, noise, time_noise):
     coverage = simulate_coverage(speedup, seeds, noise, time_noise)
-    # four standard errors of 500 sweeps are 0.039
-    assert coverage == pytest.approx(0.95, abs=0.04)
+    # four standard errors of 300 sweeps are 0.050
+    assert coverage == pytest.approx(0.95, abs=0.05)
 
 
 @pytest.mark.parametrize(
@@ -175,13 +175,6 @@ def test_length_without_all_seeds_is_ignored(tmp_path):
     runs = write_runs(tmp_path, CURVE | {400: 0.5}, 1.5)
     complete = [run for run in runs if run.name not in ("a400-2", "a400-3")]
     assert format_cell(compare_rows(complete)[-1], "speedup") == "1.41 (1.41–1.41)"  # noqa: RUF001
-
-
-def test_repeated_length_is_ignored(tmp_path):
-    runs = write_runs(tmp_path, CURVE, 1.5)
-    again = [run for run in write_runs(tmp_path / "again", {100: 2.9}, 1.5) if run.name[0] == "a"]
-    rows = compare_rows(runs + again)
-    assert format_cell(rows[3], "speedup") == "1.41 (1.41–1.41)"  # noqa: RUF001
 
 
 def test_run_that_ended_early_has_no_speedup(tmp_path):

@@ -428,6 +428,7 @@ def write_compared(folder: Path, *sections: dict) -> Path:
     return comparison
 
 
+@pytest.mark.slow
 def test_output_of_compare_has_the_labels_of_its_runs(workdir):
     folder = write_compared(workdir, {"project": "p", "entity": "e", "tags": ["x"], "group": "g"})
     export(folder)

@@ -14,9 +14,7 @@ from common.errors import UserError
 from common.files import write_json
 from sweep import jobs
 from sweep.jobs import Job, read_outcome, train_job
-from training.config import RunConfig
-from training.run_folder import RunFolder, write_config
-from training.runtime import Dist
+from training.run_folder import write_config
 
 NAME = "sweeps/s/seed=1"
 
@@ -127,12 +125,11 @@ def test_outcome_of_a_finished_job_has_its_loss(workdir):
 
 
 def test_job_that_another_process_trains_fails(workdir):
-    with RunFolder(RunConfig(name=NAME), Dist()) as run:
-        run.start({"name": NAME}, {})
-        outcome = train_job(make_job())
-        assert outcome.status == "failed"
-        assert "is being trained by" in outcome.details
-        assert summary(NAME)["status"] == "running"
+    write_run("running")
+    message = "the run is being trained by another process"
+    (make_job().folder / "train.log").write_text(f"train.py: {message}", encoding="utf-8")
+    assert read_outcome(make_job(), 2) == ("failed", message)
+    assert summary(NAME) == {"status": "running"}
 
 
 # What stops jobs

@@ -4,7 +4,6 @@ import docs_helpers as docs
 import pytest
 import yaml
 from helpers import ROOT
-from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 
 from configs.cli import parse_config
 from training.config import RunConfig
@@ -22,6 +21,8 @@ def sweep() -> dict:
 
 def parse_agent_words(sweep: dict, **values) -> RunConfig:
     """The config of a run that an agent starts. values: chosen by the server."""
+    from wandb.sdk.launch.sweeps.utils import create_sweep_command_args  # takes seconds
+
     arguments = {key: {"value": value} for key, value in values.items()}
     macros = create_sweep_command_args({"args": arguments})
     *_, words = sweep["command"]
@@ -33,6 +34,7 @@ def test_command_of_the_sweep_runs_train(sweep):
     assert sweep["command"][:3] == ["${env}", "${interpreter}", "${program}"]
 
 
+@pytest.mark.slow
 def test_keys_of_the_sweep_are_keys_of_train(sweep):
     values = {"optimizer.lr": 0.004567, "attention": "flash"}
     assert values.keys() == sweep["parameters"].keys()
@@ -41,6 +43,7 @@ def test_keys_of_the_sweep_are_keys_of_train(sweep):
     assert config.attention.backend == "flash"
 
 
+@pytest.mark.slow
 def test_small_numbers_are_numbers(sweep):
     """Python writes them as 1e-05."""
     assert parse_agent_words(sweep, **{"optimizer.lr": 1e-5}).optimizer.lr == 1e-5

@@ -164,13 +164,6 @@ def test_row_is_written_by_a_flush_with_numbers_instead_of_tensors(path, log):
     ]
 
 
-def test_newest_values_of_all_rows_are_known(log):
-    log.log({"step": 1, "val/loss": 3.0, "lr": 1.0})
-    log.log({"step": 2, "lr": 0.5})
-    log.flush()
-    assert log.newest == {"step": 2, "val/loss": 3.0, "lr": 0.5}
-
-
 def test_rows_are_appended_after_a_resume(path, log):
     path.write_text('{"step": 1}\n', encoding="utf-8")
     log.log({"step": 2})

@@ -366,11 +366,3 @@ def test_resumed_run_keeps_its_preset(preset, words, record_run, text):
 def test_new_run_and_run_without_a_checkpoint_keep_no_preset(name, checkpoint, record_run, text):
     record_run("1.0e6-2.5e14", checkpoint)
     assert choose(text, *ONE_MINUTE, f"name={name}").preset == "1.0e6-1.0e13"
-
-
-def test_resumed_run_does_not_have_the_preset_of_a_sweep_with_its_name(record_run, text):
-    record_run("1.0e6-2.5e14")
-    job = {"preset": "1.0e6-1.0e13", "train": {"minutes": 1}, "device": "auto", "dtype": "auto"}
-    write_file("runs/sweeps/a/seed=1/train.log", "")
-    write_config(Path("runs/sweeps/a/seed=1"), job)
-    assert choose(text, *ONE_MINUTE, "name=a").preset == "1.0e6-2.5e14"

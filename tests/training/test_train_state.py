@@ -68,23 +68,6 @@ def test_learning_rate_falls_evenly_from_the_end_of_the_warmup(limits, clock):
 
 
 @pytest.mark.parametrize(
-    ("settings", "reached"),
-    [
-        ({"steps": 9}, ["train.steps"]),
-        ({"steps": None, "minutes": 1}, ["train.minutes"]),
-        ({"steps": 99, "patience": 2}, ["train.patience"]),
-        ({"steps": 9, "minutes": 1, "patience": 3}, ["train.steps", "train.minutes"]),
-        ({"steps": 10}, []),
-    ],
-    ids=["steps", "minutes", "patience", "two of three", "none"],
-)
-def test_settings_that_end_a_run_are_known(settings, reached):
-    config = TrainConfig(**settings)
-    state = make_state(config, step=9, seconds=60.0, evals_since_best=2)
-    assert [key for key, used in state.used_limits.items() if used >= 1] == reached
-
-
-@pytest.mark.parametrize(
     ("step", "stopped", "expected"),
     [(8, False, False), (9, False, True), (8, True, True)],
     ids=["steps are left", "no step is left", "a signal"],

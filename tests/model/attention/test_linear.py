@@ -113,7 +113,7 @@ def test_small_keys_before_large_ones_keep_their_precision():
 
 # bfloat16 rounds only the inputs and the output.
 @pytest.mark.parametrize(("autocast", "bound"), [(False, 2e-3), (True, 1e-5)])
-@pytest.mark.parametrize(("form", "T"), [(linear_attention, 2000), (by_steps, 100)])
+@pytest.mark.parametrize(("form", "T"), [(linear_attention, 500), (by_steps, 100)])
 def test_sums_are_in_float32_under_bfloat16(form, T, autocast, bound):
     q, k, v = draw(T, dtype=torch.float32 if autocast else torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
