@@ -40,7 +40,7 @@ from transformers import pipeline
 
 folder = "."  # or the name of this model on the hub
 generate = pipeline("text-generation", folder{trust})
-print(generate({prompt})[0]["generated_text"])
+print(generate({prompt}, max_new_tokens={length})[0]["generated_text"])
 ```
 """
 
@@ -49,6 +49,7 @@ def write_card(out: Path, run: Path, checkpoint: dict) -> None:
     """Write the model card of a checkpoint of a run into the exported folder `out`."""
     step = checkpoint["step"]
     spec = checkpoint["tokenizer"]
+    block_size = checkpoint["model_config"]["block_size"]
     summary = read_json(run / "summary.json")
     words = map(hide_path, shlex.split(summary.get("command", "")))
     data = {}
@@ -69,7 +70,7 @@ def write_card(out: Path, run: Path, checkpoint: dict) -> None:
         "bits per byte": find_value(curves["val/bpb"], step),
         "parameters": summary.get("n_params"),
         "in the n-gram table": sum(table_sizes),
-        "context, tokens": checkpoint["model_config"]["block_size"],
+        "context, tokens": block_size,
         "tokenizer": spec["name"],
         "vocabulary": checkpoint["vocab_size"],
     }
@@ -85,6 +86,7 @@ def write_card(out: Path, run: Path, checkpoint: dict) -> None:
         facts=textwrap.indent(printable("\n".join(lines)), " " * 4),
         trust=", trust_remote_code=True" if is_own_class else "",
         prompt=json.dumps(prompt),
+        length=min(100, max(1, block_size // 2)),  # learned positions end at block_size
     )
     atomic_write(out / "README.md", card)
 

@@ -133,7 +133,7 @@ def test_code_in_the_model_card_generates_text(exported, monkeypatch, capsys):
     monkeypatch.chdir(exported.folder)
     (code,) = re.findall("```python\n(.+?)```", Path("README.md").read_text("utf-8"), re.DOTALL)
     exec(code)
-    (prompt,) = re.findall(r"generate\((.*?)\)\[0\]", code)
+    (prompt,) = re.findall(r"generate\((.*?), max_new_tokens", code)
     assert capsys.readouterr().out.startswith(json.loads(prompt))
 
 

@@ -74,7 +74,7 @@ def test_folders_and_urls_are_hidden_and_names_of_the_hub_are_not(word, expected
 
 
 def test_prompt_of_a_character_model_is_in_its_vocabulary(trained):
-    (prompt,) = re.findall(r"generate\((.*?)\)\[0\]", make_card())
+    (prompt,) = re.findall(r"generate\((.*?), max_new_tokens", make_card())
     assert json.loads(prompt) in TEXT
 
 
