@@ -1,5 +1,6 @@
 """The class TrilGPTForCausalLM of exported folders computes what the model here computes."""
 
+import json
 import subprocess
 import sys
 from dataclasses import asdict, fields
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_helpers import GPT2, LLAMA, MODERN, random_tokens
 
+from common.errors import UserError
 from data.tokenizer import to_spec
 from generation.load import load_pretrained, load_run
 from huggingface import modeling_trilgpt
@@ -317,6 +319,32 @@ def test_folder_is_loaded_with_its_code(exported, checkpoint):
     ours, _ = load_run(f"hf:{exported}")
     tokens = random_tokens(V=257)
     torch.testing.assert_close(model(tokens).logits, ours(tokens), atol=1e-5, rtol=1e-5)
+
+
+def test_tokenizer_of_the_folder_pads_for_generation(exported):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(exported, trust_remote_code=True)
+    model = load_folder(exported)
+    options = {"max_new_tokens": 8, "do_sample": False}
+    batch = model.generate(
+        **tokenizer(["The 1st", "A"], padding=True, return_tensors="pt"), **options
+    )
+    alone = model.generate(**tokenizer("A", return_tensors="pt"), **options)
+    assert batch[1, -8:].tolist() == alone[0, -8:].tolist()
+
+
+def test_logits_of_int32_tokens_are_equal():
+    _, theirs = make_models(MODERN)
+    tokens = random_tokens()
+    assert torch.equal(theirs(tokens.int()).logits, theirs(tokens).logits)
+
+
+def test_settings_of_a_newer_version_are_refused(exported):
+    file = exported / "config.json"
+    content = json.loads(file.read_text(encoding="utf-8"))
+    content |= {"sink": True, "settings": [*content["settings"], "sink"]}
+    file.write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(UserError, match="the model has sink; use the version"):
+        load_pretrained(f"hf:{exported}")
 
 
 def test_folder_without_trust_is_refused(exported):

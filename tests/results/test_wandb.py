@@ -450,8 +450,10 @@ def test_comparison_has_only_the_labels_that_its_runs_share(workdir, sections, e
 
 
 def test_comparison_of_a_removed_run_is_exported(workdir):
-    folder = write_compared(workdir, {"project": "p"})
+    folder = write_compared(workdir, {"project": "p"}, {"project": "p"})
     shutil.rmtree(workdir / "runs/0")
+    assert exporter.read_options(folder) == {"project": "p"}
+    shutil.rmtree(workdir / "runs/1")
     assert exporter.read_options(folder) == {}
 
 
