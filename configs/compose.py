@@ -134,10 +134,9 @@ def parse_text(script: str, key: str, text: Any, kinds: dict[str, Any]) -> Any:
         hint = "" if text else " (text with spaces needs quotes)"
         if not text and not key.startswith("-"):
             if "data.path" in kinds and Path(key).suffix and not suggestion:
-                hint = f" (a file is data.path={key}, and text with spaces needs quotes)"
+                suggestion = f" (did you mean data.path={key}?)"
             elif "run" in kinds:
-                suggestion = ""
-                hint = f" (a run is run={key}, and text with spaces needs quotes)"
+                suggestion = f" (did you mean run={key}?)"
         raise UserError(f"{key}: there is no such key{suggestion}; see --help and --cfg job{hint}")
     try:
         return parse_value(kind, text)

@@ -10,6 +10,7 @@ import shlex
 import textwrap
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 from common.errors import printable
 from common.files import atomic_write, read_json
@@ -25,7 +26,7 @@ pipeline_tag: text-generation
 # license: choose one, such as mit, before you publish this model
 ---
 
-# A GPT trained with trilGPT
+# A GPT trained with trilGPT, a minimal training framework
 
 {facts}
 
@@ -33,7 +34,7 @@ The license is not set. Choose one in the first lines of this file.
 
 ## Generate text
 
-Install torch and transformers (`pip install torch transformers`), then:
+{code_note}Install torch and transformers (`pip install torch "transformers>=5"`), then:
 
 ```python
 from transformers import pipeline
@@ -43,13 +44,37 @@ generate = pipeline("text-generation", folder{trust})
 print(generate({prompt}, max_new_tokens={length})[0]["generated_text"])
 ```
 """
+CODE_NOTE = """\
+The folder contains modeling_trilgpt.py, the code of the model, which `trust_remote_code=True`
+executes. Read it before you trust a folder from somebody else.
+
+"""
 
 
 def write_card(out: Path, run: Path, checkpoint: dict) -> None:
     """Write the model card of a checkpoint of a run into the exported folder `out`."""
-    step = checkpoint["step"]
     spec = checkpoint["tokenizer"]
-    block_size = checkpoint["model_config"]["block_size"]
+    prompt = "The"
+    if spec["name"] == "char":  # which may lack these letters
+        prompt = from_spec(spec).decode([checkpoint["vocab_size"] // 2])
+    trust = code_note = ""
+    if "auto_map" in read_json(out / "config.json"):
+        trust = ", trust_remote_code=True"
+        code_note = CODE_NOTE
+    card = CARD.format(
+        facts=format_facts(list_facts(run, checkpoint)),
+        code_note=code_note,
+        trust=trust,
+        prompt=json.dumps(prompt),
+        # learned positions end at block_size
+        length=min(100, max(1, checkpoint["model_config"]["block_size"] // 2)),
+    )
+    atomic_write(out / "README.md", card)
+
+
+def list_facts(run: Path, checkpoint: dict) -> dict[str, Any]:
+    """The facts about a model by name. Unknown facts are None, 0 or empty."""
+    step = checkpoint["step"]
     summary = read_json(run / "summary.json")
     words = map(hide_path, shlex.split(summary.get("command", "")))
     data = {}
@@ -59,7 +84,7 @@ def write_card(out: Path, run: Path, checkpoint: dict) -> None:
     if (run / "metrics.jsonl").exists():
         curves = read_curves(run)
     table_sizes = [w.numel() for name, w in checkpoint["model"].items() if "ngrams." in name]
-    facts = {
+    return {
         "command": shlex.join(words),
         "trilGPT commit": (summary.get("commit") or "").replace("+", " with changes"),
         "data": checkpoint["config"]["data"]["name"],
@@ -67,28 +92,24 @@ def write_card(out: Path, run: Path, checkpoint: dict) -> None:
         "step": step,
         "training tokens": find_value(curves["tokens"], step),
         "validation loss, nats": find_value(curves["val/loss"], step),
-        "bits per byte": find_value(curves["val/bpb"], step),
+        "validation, bits/byte": find_value(curves["val/bpb"], step),
         "parameters": summary.get("n_params"),
         "in the n-gram table": sum(table_sizes),
-        "context, tokens": block_size,
-        "tokenizer": spec["name"],
+        "context, tokens": checkpoint["model_config"]["block_size"],
+        "tokenizer": checkpoint["tokenizer"]["name"],
         "vocabulary": checkpoint["vocab_size"],
     }
+
+
+def format_facts(facts: dict[str, Any]) -> str:
+    """An indented block with a line for each known fact."""
     lines = []
     for name, fact in facts.items():
+        if fact and not isinstance(fact, str):
+            fact = f"{fact:,}"
         if fact:
-            lines.append(f"{name:24}{fact if isinstance(fact, str) else f'{fact:,}'}")
-    prompt = "The"
-    if spec["name"] == "char":  # which may lack these letters
-        prompt = from_spec(spec).decode([checkpoint["vocab_size"] // 2])
-    is_own_class = "auto_map" in read_json(out / "config.json")
-    card = CARD.format(
-        facts=textwrap.indent(printable("\n".join(lines)), " " * 4),
-        trust=", trust_remote_code=True" if is_own_class else "",
-        prompt=json.dumps(prompt),
-        length=min(100, max(1, block_size // 2)),  # learned positions end at block_size
-    )
-    atomic_write(out / "README.md", card)
+            lines.append(f"{name:24}{fact}")
+    return textwrap.indent(printable("\n".join(lines)), " " * 4)
 
 
 def find_value(curve: dict[int, float], last_step: int) -> float | None:

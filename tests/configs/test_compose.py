@@ -128,11 +128,11 @@ def test_values_of_a_yaml_file_have_the_types_of_their_keys(content, key, expect
         ("train", ["model=gpt3"], ("model=gpt3", "(did you mean gpt2?)", "llama")),
         ("train", ["data=opt.txt"], ("data=opt.txt", "(did you mean data.path=opt.txt?)")),
         ("train", ["config/train_shakespeare_char.py"], ("mean experiment=shakespeare_char?)",)),
-        ("sample", ["mine"], ("mine: there is no such key", "(a run is run=mine,")),
+        ("sample", ["mine"], ("mine: there is no such key", "(did you mean run=mine?)")),
         (
             "train",
             ["book.txt"],
-            ("book.txt: there is no such key;", "data.path=book.txt"),
+            ("book.txt: there is no such key (did you mean data.path=book.txt?)",),
         ),
         ("train", ["experiment=null"], ("experiment=null", "finetune_gpt2, gpt2_124m")),
         ("train", ["-m", "attention=naive,falsh"], ("attention=falsh", "(did you mean flash?)")),

@@ -35,7 +35,7 @@ def test_card_has_the_losses_of_the_last_evaluation_up_to_its_step(trained, step
     facts = read_facts(make_card(step=step))
     row = metrics("a")[evaluated]
     assert float(facts["validation loss, nats"]) == pytest.approx(row["val/loss"], abs=1e-4)
-    assert float(facts["bits per byte"]) == pytest.approx(row["val/bpb"], abs=1e-4)
+    assert float(facts["validation, bits/byte"]) == pytest.approx(row["val/bpb"], abs=1e-4)
     assert facts["training tokens"] == f"{metrics('a')[step]['tokens']:,}"
 
 
@@ -99,4 +99,4 @@ def test_card_of_a_checkpoint_alone_has_only_its_facts(trained):
         Path("runs/a", file).unlink()
     facts = read_facts(make_card())
     assert {"step", "context, tokens", "vocabulary"} <= facts.keys()
-    assert not {"command", "bits per byte", "parameters"} & facts.keys()
+    assert not {"command", "validation, bits/byte", "parameters"} & facts.keys()
