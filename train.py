@@ -4,7 +4,7 @@
     python train.py data.path=mybook.txt                train on your own text file
     python train.py experiment=shakespeare_char_cpu     train a complete recipe
     python train.py data.path=mybook.txt name=mine      again: resume an interrupted run
-    python train.py -m attention=sdpa,flash seed=1,2    train four models, and compare them
+    python train.py -m model.window=null,32 seed=auto   train until this change is judged
     torchrun --nproc_per_node=8 train.py                train one model on eight GPUs
 
 most used keys:
@@ -23,7 +23,8 @@ most used keys:
   wandb.project=NAME    also wandb.entity, wandb.group, wandb.tags=[A,B] and wandb.log_model=true
   train.profile=true    show where the time of a step goes, and write a trace
   plan=true             estimate memory and time of the run without training
-  seed=N                seed of the initial weights and the batches
+  seed=N                seed of the initial weights and the batches; with -m also auto: as many as
+                        are needed to judge each change as better, worse or not different
 """
 
 if __name__ == "__main__":  # before the slow imports below, so that a typo is reported immediately

@@ -196,8 +196,9 @@ def parse_strings(text: Any) -> Any:
 
 
 def describe_commas(text: Any) -> str:
-    """What to do with several values, as in train.steps=100,200."""
-    return "; several values need -m, and a list needs brackets: [a,b]" if "," in text else ""
+    """What to do with several values, as in train.steps=100,200 or seed=auto."""
+    is_sweep = "," in text or text == "auto"
+    return "; several values need -m, and a list needs brackets: [a,b]" if is_sweep else ""
 
 
 def replace_default_data(data: DataConfig) -> DataConfig:

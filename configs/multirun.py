@@ -1,6 +1,7 @@
 """Sweeps: python train.py -m attention=naive,sdpa,flash seed=1,2,3 trains each combination.
 
-All jobs are composed and checked before sweep/ starts the first one.
+All jobs are composed and checked before sweep/ starts the first one. With seed=auto, these are the
+jobs of all seeds up to sweep.max_seeds, and sweep/ starts as many as verdicts need.
 """
 
 import hashlib
@@ -8,7 +9,7 @@ import itertools
 import os
 import re
 from argparse import Namespace
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from hydra import compose
@@ -24,6 +25,8 @@ from sweep.jobs import Job, identify_config, read_started_jobs
 from sweep.launch import run_sweep
 from training.presets import choose_preset
 
+AUTO_SEED = "seed=auto"
+
 
 def run_multirun(flags: Namespace) -> int:
     """Train every combination of the values in flags.words.
@@ -36,7 +39,7 @@ def run_multirun(flags: Namespace) -> int:
         raise UserError("--cfg and plan=true describe one run; remove -m, and set single values")
     launcher = compose_launcher(flags.launcher_words)
     jobs = make_jobs(flags.words, flags.config_dir)
-    return run_sweep(jobs, launcher)
+    return run_sweep(jobs, launcher, stops_early=AUTO_SEED in flags.words)
 
 
 def compose_launcher(words: list[str]) -> Any:
@@ -80,21 +83,29 @@ def format_swept_value(value: Any) -> str:
 def make_jobs(words: list[str], config_dir: str | None) -> list[Job]:
     """Compose and check the jobs of a sweep. Raises UserError before anything is written.
 
-    words: of the command line. At least one key has several values. The seed changes slowest, so
-    that changes in the machine's speed affect all settings equally.
+    words: of the command line. At least one key has several values. The seed changes slowest, and
+    every second seed has the reverse order, so that a machine that becomes slower affects all
+    settings equally.
     """
     values = list_values(words)
     swept = sorted(key for key in values if len(values[key]) > 1)
     if not swept:
         advice = "set seed=1,2,3, for example, or remove -m"
         raise UserError(f"-m needs several values for at least one key; {advice}")
+    if AUTO_SEED in words:
+        values["seed"] = ["1"]
+        swept = sorted([*swept, "seed"])
     keys = sorted(values, key=lambda key: key != "seed")
     products = itertools.product(*(values[key] for key in keys))
     combinations = [dict(zip(keys, product, strict=True)) for product in products]
-    names = name_jobs([{key: texts[key] for key in swept} for texts in combinations])
-    all_words = [[f"{key}={text}" for key, text in texts.items()] for texts in combinations]
+    all_words = [list_words(texts) for texts in combinations]
     # choose_preset measures the speed once
     configs = [choose_preset(compose_config("train", job, config_dir)) for job in all_words]
+    if AUTO_SEED in words:
+        seeds = range(1, configs[0].sweep.max_seeds + 1)
+        configs = [replace(config, seed=seed) for seed in seeds for config in configs]
+        combinations = [texts | {"seed": str(seed)} for seed in seeds for texts in combinations]
+    names = name_jobs([{key: texts[key] for key in swept} for texts in combinations])
     if len(set(names)) < len(names):
         raise UserError(f"{max(names, key=names.count)} would be trained twice; list it once")
     label = f"{configs[0].data.label}-{configs[0].model.name}"
@@ -103,7 +114,7 @@ def make_jobs(words: list[str], config_dir: str | None) -> list[Job]:
         raise UserError(f"{RUNS / sweep} is a run; set another name for the sweep")
     started = read_started_jobs(SWEEPS / sweep)
     jobs = []
-    for name, job_words, config in zip(names, all_words, configs, strict=True):
+    for name, texts, config in zip(names, combinations, configs, strict=True):
         settings = asdict(config)
         # A job that an earlier command has started keeps its name
         name = started.get(identify_config(flatten_dict(settings)), name)
@@ -111,7 +122,7 @@ def make_jobs(words: list[str], config_dir: str | None) -> list[Job]:
         group = config.wandb.group or os.environ.get("WANDB_RUN_GROUP") or sweep
         settings["wandb"]["group"] = group
         arguments = [
-            *job_words,
+            *list_words(texts),
             f"name={settings['name']}",
             f"wandb.group={group}",
             f"preset={format_value(config.preset)}",  # auto would measure the speed again
@@ -119,7 +130,15 @@ def make_jobs(words: list[str], config_dir: str | None) -> list[Job]:
         if config_dir:
             arguments = ["--config-dir", config_dir, *arguments]
         jobs.append(Job(name, SWEEPS / sweep / name, arguments, settings))
+    num_settings = len(jobs) // len({job.config["seed"] for job in jobs})
+    for start in range(num_settings, len(jobs), 2 * num_settings):
+        jobs_of_seed = slice(start, start + num_settings)
+        jobs[jobs_of_seed] = reversed(jobs[jobs_of_seed])
     return jobs
+
+
+def list_words(texts: dict[str, str]) -> list[str]:
+    return [f"{key}={text}" for key, text in texts.items()]
 
 
 def name_jobs(combinations: list[dict[str, str]]) -> list[str]:

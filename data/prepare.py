@@ -30,10 +30,11 @@ PREPARED = Path("data/prepared")  # below the current folder
 
 @dataclass(frozen=True)
 class PreparedData:
-    """A prepared folder. meta: the content of meta.json."""
+    """A prepared folder. meta: the content of meta.json. text_hash: equal for all tokenizers."""
 
     folder: Path
     meta: dict
+    text_hash: str = ""
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -67,9 +68,8 @@ def prepare(
         # the start token of the other run was chosen for its own text
         spec = spec.copy()
         spec.pop("start", None)
-    fingerprint = hash_json(
-        [FORMAT, tokenizer.name, tokenizer.vocab_size, spec, hash_source(source)]
-    )
+    text_hash = hash_source(source)
+    fingerprint = hash_json([FORMAT, tokenizer.name, tokenizer.vocab_size, spec, text_hash])
     folder = PREPARED / f"{config.name}-{fingerprint}"
     if not folder.exists():
         files = source.files + source.val_files
@@ -81,7 +81,7 @@ def prepare(
             print_text(f"preparing {config.name}: {pluralize(len(files), 'file')} -> {folder}")
             meta |= encode_source(unfinished, source, tokenizer, spec)
             write_json(unfinished / "meta.json", meta | {"checksum": hash_json(meta)})
-    prepared = PreparedData(folder, read_meta(folder))
+    prepared = PreparedData(folder, read_meta(folder), text_hash)
     _check_lengths(prepared, block_size)
     saved_spec = prepared.meta["tokenizer"]
     if END_OF_TEXT not in saved_spec["special"]:

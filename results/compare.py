@@ -1,9 +1,10 @@
-"""Compares finished runs: the rows, the terminal's table with its notes, and the files.
+"""Compares finished runs: the rows, a sentence for each, the terminal's table, and the files.
 
 read.py joins runs to variants. The first variant is the baseline. A row is a dict from the names of
 the metrics that the registry compares to their Value.
 """
 
+import math
 import os
 import re
 from collections.abc import Iterable
@@ -12,8 +13,15 @@ from typing import Any
 
 from rich.table import Table
 
-from common.console import PlainConsole, make_table
-from common.files import write_csv, write_json
+from common.console import (
+    PlainConsole,
+    format_duration,
+    make_table,
+    pluralize,
+    print_text,
+)
+from common.errors import UserError
+from common.files import read_json, write_csv, write_json
 from results.metrics import (
     COMPUTED,
     DIFFERENCE,
@@ -23,15 +31,18 @@ from results.metrics import (
     METRICS,
     STEP_MEDIAN,
     Value,
+    format_difference,
     format_loss,
 )
 from results.plots import plot_comparison
-from results.read import Variant, read_variants
-from results.speedup import list_lengths, measure_speedups
+from results.read import WHAT_TO_SET, Variant, read_table, read_variants
+from results.speedup import MAX_SPREAD, list_lengths, measure_speedups
 from results.statistics import (
-    ROUNDING_STEPS,
+    ERROR_RATE,
+    compare_losses,
     computes_same_function,
     divergence,
+    estimate_difference,
     estimate_mean,
     estimate_median,
     find_pairs,
@@ -42,43 +53,31 @@ Row = dict[str, Value]
 
 FILES = ("comparison.png", "comparison.csv")
 UNKNOWN = EN_DASH = "–"  # noqa: RUF001
-SAME_STEPS = f"the first {ROUNDING_STEPS} steps have the losses of the baseline, up to rounding"
-EXCLUDES_0 = "the 95 % confidence interval of the difference excludes 0."
-# Start of a verdict, and what it means.
-VERDICT_NOTES = {
-    "equal losses": "all losses equal the losses of the baseline, bit by bit.",
-    "same up to rounding": f"{SAME_STEPS}; the validation losses show no difference.",
-    "same for": f"{SAME_STEPS}; three or more seeds show whether the validation losses differ.",
-    "differs": "the training losses differ by more than rounding error, so this variant does not "
-    "compute the same function as the baseline.",
-    "lower loss": EXCLUDES_0,
-    "higher loss": EXCLUDES_0,
-    "no difference found": "the 95 % confidence interval of the difference contains 0; more seeds "
-    "find smaller differences.",
-    "not tested": "one pair of runs cannot show a difference; train a second seed.",
-}
 
 
-def compare(folders: list[Path], out: Path) -> list[Row]:
+def compare(folders: list[Path], out: Path, negligible: float) -> list[Row]:
     """Compare runs, and write FILES.
 
-    comparison.json has the folders of the runs, relative to `out`, for results/wandb.py.
+    comparison.json has the folders of the runs, relative to `out`, and the sentences, for
+    results/wandb.py.
     out: folder for the files, which is created if needed.
+    negligible: a relative difference of losses that counts as none.
     Returns the rows. Raises UserError for a folder that is not a run and for a damaged file.
     """
     variants = read_variants(folders)
-    rows = compare_variants(variants)
+    rows = compare_variants(variants, negligible)
     out.mkdir(parents=True, exist_ok=True)
     write_csv([flatten_row(row) for row in rows], out / "comparison.csv")
-    plot_comparison(variants, rows, out / "comparison.png")
+    plot_comparison(variants, rows, negligible, out / "comparison.png")
     runs = [os.path.relpath(run.folder, out) for variant in variants for run in variant.runs]
-    write_json(out / "comparison.json", {"runs": runs})
+    write_json(out / "comparison.json", {"runs": runs, "sentences": describe_rows(rows)})
     return rows
 
 
 def print_comparison(rows: list[Row], out: Path) -> None:
-    """Print the table, its notes, and the names of the files."""
+    """Print a sentence for each row, the table, its notes, and the names of the files."""
     console = PlainConsole()
+    console.print(*describe_rows(rows), sep="\n", soft_wrap=True)
     console.print(make_terminal_table(rows))
     for note in list_notes(rows):
         console.print(note, soft_wrap=True)  # a command in a note can be copied
@@ -86,16 +85,40 @@ def print_comparison(rows: list[Row], out: Path) -> None:
     console.print_text(f"\nwritten  {'  '.join(str(out / name) for name in FILES)}")
 
 
+def print_history(sweeps: Path) -> None:
+    """Print the verdicts of all sweeps in a folder, the oldest sweep first."""
+    files = sorted(sweeps.glob("*/comparison.json"), key=lambda file: file.stat().st_mtime)
+    if not files:
+        raise UserError(f"there is no run to compare, and no sweep in {sweeps}; {WHAT_TO_SET}")
+    num_better = 0
+    for file in files:
+        folder = file.parent
+        summaries = [read_json(path) for path in folder.glob("*/summary.json")]
+        seconds = sum(summary.get("wall_seconds", 0) for summary in summaries)
+        print_text(f"{folder.name}  {pluralize(len(summaries), 'run')}, {format_duration(seconds)}")
+        for sentence in read_json(file).get("sentences", []):
+            print_text(f"  {sentence}")
+        verdicts = [row["verdict"] for row in read_table(folder / "comparison.csv")]
+        num_better += verdicts.count("better")
+    num_wrong = ERROR_RATE * len(files)
+    print_text(
+        f"\n{num_better} better in {pluralize(len(files), 'sweep')}, of which at most "
+        f"{num_wrong:.1f} are expected to have a wrong verdict by chance"
+    )
+
+
 # The rows
 
 
-def compare_variants(variants: list[Variant]) -> list[Row]:
+def compare_variants(variants: list[Variant], negligible: float) -> list[Row]:
     """Make a row for each variant: a Value for each metric that the registry compares."""
     lengths = list_lengths(variants)
     rows = []
     for variant in variants:
         row = {name: _summarize(variant, name) for name in METRICS if METRICS[name].compare}
-        rows.append(row | _compare_with_baseline(variant, variants[0], lengths))
+        row |= _compare_losses(variant, variants[0], len(variants) - 1, negligible)
+        row |= _compare_speed(variant, variants[0], lengths)
+        rows.append(row)
     return rows
 
 
@@ -111,28 +134,36 @@ def _summarize(variant: Variant, name: str) -> Value:
     return _join_distinct(run.summary.get(name) for run in variant.runs)
 
 
-def _compare_with_baseline(variant: Variant, baseline: Variant, lengths: dict[int, Variant]) -> Row:
-    """Compute the metrics that the registry names COMPUTED or DIFFERENCE."""
+def _compare_losses(
+    variant: Variant, baseline: Variant, num_comparisons: int, negligible: float
+) -> Row:
+    """Compute the verdict, and what it depends on."""
     pairs = find_pairs(variant, baseline)
-    losses_of_pairs = [Variant(list(pair)).newest("val/loss") for pair in pairs]
-    differences = [pair[0] - pair[1] for pair in losses_of_pairs if len(pair) == 2]
+    differences = compare_losses(pairs)
+    difference = estimate_difference(differences, num_comparisons)
     distances = divergence(pairs)
-    speedup, per_step, problem = measure_speedups(variant, baseline, lengths)
-    if not pairs or computes_same_function(variant.config, baseline.config):
-        problem = None
+    verdict = judge(variant, baseline, difference, distances, negligible)
     return {
         "variant": Value(variant.label),
         "status": Value(variant.status),
         "kernel": _join_distinct(run.kernel for run in variant.runs),
         "seeds": Value(len(variant.newest("val/loss"))),
         "pairs": Value(len(differences)),
-        "difference": estimate_mean(differences),
-        "verdict": Value(judge(variant, baseline, differences, distances)),
+        "difference": difference,
+        "verdict": Value(verdict),
+        "first_divergence": Value(distances.get(1)),
+        "divergence": Value(max(distances.values(), default=None)),
+    }
+
+
+def _compare_speed(variant: Variant, baseline: Variant, lengths: dict[int, Variant]) -> Row:
+    speedup, per_step, problem = measure_speedups(variant, baseline, lengths)
+    if computes_same_function(variant.config, baseline.config):
+        problem = None
+    return {
         "speedup": speedup,
         "speedup_per_step": per_step,
         "speedup_problem": Value(problem),
-        "first_divergence": Value(distances.get(1)),
-        "divergence": Value(max(distances.values(), default=None)),
     }
 
 
@@ -153,18 +184,63 @@ def flatten_row(row: Row) -> dict[str, Any]:
     return columns
 
 
+# The sentences
+
+
+def describe_rows(rows: list[Row]) -> list[str]:
+    """A sentence for each row, the lowest loss first. Rows with equal losses are sorted by time."""
+    return [describe_row(row, rows[0]) for row in sorted(rows, key=_rank)]
+
+
+def _rank(row: Row) -> tuple:
+    verdict = row["verdict"].value or ""
+    difference = 0.0 if verdict.startswith("equal") else row["difference"].value
+    is_unknown = not row["seeds"].value
+    return is_unknown, difference or 0.0, row["step_ms"].value or math.inf
+
+
+def describe_row(row: Row, baseline: Row) -> str:
+    """One sentence: the verdict with its interval, the seeds, and the ratio of step times."""
+    difference = row["difference"]
+    if row is baseline and row["seeds"].value:
+        text = f"baseline, loss {format_cell(row, 'val/loss')}, {count_seeds(row['seeds'])}"
+    elif row["verdict"].value is None:
+        text = row["status"].value
+    else:
+        text = row["verdict"].value
+        if text in ("better", "worse"):
+            text += f" by {100 * abs(difference.value):.2f} %"
+        if difference.low is not None:
+            text += f" ({format_bounds(difference)})"
+        text += f", {count_seeds(row['pairs'])}"
+        has_times = row["step_ms"].value and baseline["step_ms"].value
+        if has_times and row["device_name"] == baseline["device_name"]:
+            ratio = baseline["step_ms"].value / row["step_ms"].value
+            text += f"; steps {ratio:.2f} times as fast"
+    return f"{row['variant'].value}: {text}"
+
+
+def count_seeds(number: Value) -> str:
+    return pluralize(number.value, "seed")
+
+
+def format_bounds(difference: Value) -> str:
+    """The interval of a difference: -0.10 to +0.31 %."""
+    low = format_difference(difference.low).removesuffix(" %")
+    return f"{low} to {format_difference(difference.high)}"
+
+
 # The table and its notes
 
 
 def make_terminal_table(rows: list[Row]) -> Table:
-    """Make the table for a terminal. Spreads are below values, and verdicts are below variants."""
+    """Make the table for a terminal. Spreads are below values, and the status below variants."""
     columns = choose_columns(rows)
     table = make_table(*(str(METRICS[name].header) for name in columns), left=2)
     table.leading = 1
     for row in rows:
         variant, *cells = [_multiline(format_cell(row, name)) for name in columns]
-        lines = [variant, row["status"].value, _multiline(row["verdict"].value or "")]
-        table.add_row("\n".join(filter(None, lines)), *cells)
+        table.add_row(f"{variant}\n{row['status'].value}", *cells)
     return table
 
 
@@ -181,13 +257,15 @@ def list_notes(rows: list[Row]) -> list[str]:
     notes = [METRICS[name].note for name in choose_columns(rows) if METRICS[name].note]
     if any(row["val/loss"].low is not None for row in rows):
         notes.append("± is the 95 % confidence interval of the mean over seeds (Student's t).")
-    for verdict in _distinct(rows, "verdict"):
-        notes += [
-            f"{verdict}: {meaning}"
-            for start, meaning in VERDICT_NOTES.items()
-            if verdict.startswith(start)
-        ]
+    if "undecided" in _distinct(rows, "verdict"):
+        notes.append("Undecided settings need more seeds; seed=auto trains as many as are needed.")
     notes += _distinct(rows, "speedup_problem")
+    step_times = [row["step_ms"] for row in rows if row["step_ms"].low is not None]
+    if any(times.high > MAX_SPREAD * times.low for times in step_times):
+        notes.append(
+            "Step times vary widely, because the machine is busy. They affect losses at equal time "
+            "(train.minutes); set train.steps to compare per step."
+        )
     devices = _distinct(rows, "device_name")
     if len(devices) > 1:
         listed = ", ".join(devices)
@@ -227,7 +305,9 @@ def format_cell(row: Row, name: str) -> str:
     text = metric.format(value.value)
     if value.low is None:
         return text
-    if metric.compare in (MEAN, DIFFERENCE):
+    if metric.compare == DIFFERENCE:
+        return f"{text} ({format_bounds(value)})"
+    if metric.compare == MEAN:
         return f"{text} ± {format_loss((value.high - value.low) / 2)}"
     bounds = f"{metric.format(value.low)}{EN_DASH}{metric.format(value.high)}"
     bounds = re.sub(rf" (\w+)(?={EN_DASH}\S+ \1$)", "", bounds)  # the unit once

@@ -1,7 +1,7 @@
 """The registry of metrics: what a table, a picture and wandb show of each number of a run.
 
 A new metric is one entry here, and one line where training computes it. It is then a column of
-comparison.csv. Its entry says whether it is also in the terminal's table and in comparison.png.
+comparison.csv. Its entry says whether it is also in the terminal's table.
 
 METRICS has an entry for each column of metrics.jsonl and key of summary.json that is compared, or
 that wandb shows in another way than its other curves. summary.json has the newest value of each
@@ -20,7 +20,7 @@ MEAN = "mean over seeds"  # of the newest values, with a 95 % confidence interva
 MEDIAN = "median over seeds"  # of the newest values, with quartiles
 STEP_MEDIAN = "median over steps"  # without the first steps of a run, with quartiles
 DISTINCT = "distinct values"  # texts
-DIFFERENCE = "mean over pairs"  # of runs with the same seed, with a 95 % confidence interval
+DIFFERENCE = "mean over pairs"  # of runs with the same seed, with the interval of the verdict
 SPEEDUP = "at equal loss"  # with a 95 % confidence interval (results/speedup.py)
 COMPUTED = "computed"  # by results/compare.py, without an interval
 
@@ -46,7 +46,6 @@ class Metric:
     format: Callable[[Any], str] = str
     compare: str | None = None  # MEAN, ...; None: not compared, and without a header
     note: str | None = None  # explains the column below the terminal's table
-    in_plot: bool = False  # bars in comparison.png
     # options of wandb's define_metric, for a column of metrics.jsonl that needs some
     wandb: dict[str, Any] = field(default_factory=dict)
 
@@ -59,7 +58,8 @@ def format_loss(loss: float) -> str:
 
 
 def format_difference(difference: float) -> str:
-    return f"+{format_loss(difference)}" if difference > 0 else format_loss(difference)
+    """A relative difference in percent: +0.31 %."""
+    return f"{100 * difference:+.2f} %"
 
 
 METRICS: dict[str, Metric] = {
@@ -92,15 +92,17 @@ METRICS: dict[str, Metric] = {
     "best_val_loss": Metric(compare=MEAN),
     "overfitting": Metric(),
     # of runs with the same seed
-    "seeds": Metric(compare=COMPUTED),
-    "pairs": Metric(compare=COMPUTED),
+    "verdict": Metric(compare=COMPUTED),
     "difference": Metric(
         "difference",
         format_difference,
         DIFFERENCE,
-        "Difference: validation loss minus the baseline's loss, for runs with the same seed.",
+        "Differences are relative to the baseline's validation loss, for runs with the same seed. "
+        "Their intervals contain all true differences with a probability of 95 %, also if you look "
+        "after each seed.",
     ),
-    "verdict": Metric(compare=COMPUTED),
+    "seeds": Metric("seeds", compare=COMPUTED),  # of finished runs
+    "pairs": Metric(compare=COMPUTED),  # seeds that the baseline has, too
     "speedup": Metric(
         "speedup",
         "{:.2f}".format,
@@ -118,11 +120,10 @@ METRICS: dict[str, Metric] = {
         format_number,
         STEP_MEDIAN,
         f"Step times are medians (quartiles), without the first {WARMUP_STEPS} steps of each run.",
-        in_plot=True,
     ),
     "tokens_per_second": Metric(compare=STEP_MEDIAN),
     "sample_tokens_per_second": Metric(compare=STEP_MEDIAN),
     "mfu": Metric(),
-    "peak_memory_bytes": Metric("memory", format_memory, MEDIAN, in_plot=True),
+    "peak_memory_bytes": Metric("memory", format_memory, MEDIAN),
     "kv_cache_bytes_per_token": Metric(compare=MEAN),
 }

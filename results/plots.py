@@ -15,12 +15,12 @@ from common.plots import (
     save_figure,
     style_axes,
 )
-from results.metrics import METRICS, Metric, Value
+from results.metrics import Value
 from results.read import Variant, read_curves
 from results.statistics import divergence, find_pairs
 
 LEGEND_LABEL_CHARS = 65
-BAR_LABEL_CHARS = 40
+ROW_LABEL_CHARS = 40
 MIN_EVALUATIONS = 4  # with as many, the loss before training is not plotted
 
 
@@ -54,22 +54,28 @@ def plot_run(folder: Path) -> None:
     save_figure(figure, folder / "loss.png")
 
 
-def plot_comparison(variants: list[Variant], rows: list[dict[str, Value]], path: Path) -> None:
-    """Plot variants into a PNG file, 1500 pixels wide: curves of the losses, and bars.
+def plot_comparison(
+    variants: list[Variant], rows: list[dict[str, Value]], negligible: float, path: Path
+) -> None:
+    """Plot variants into a PNG file, 1500 pixels wide: differences, step times, and loss curves.
 
-    rows: result of compare_variants.
+    rows: result of compare_variants. negligible: a relative difference that counts as none.
     """
     labels = [_make_label(row) for row in rows]
-    bars = [name for name, metric in METRICS.items() if metric.in_plot]
-    panel_rows = 1 + math.ceil(len(bars) / 2)
-    figure = make_figure(10, 3.1 * panel_rows + 0.19 * math.ceil(len(rows) / 2))
-    losses, distances, *panels = figure.subplots(panel_rows, 2).flat
+    names = [label[:ROW_LABEL_CHARS].replace(", ", "\n") for label in labels]
+    kernels = [row["kernel"].value or "" for row in rows]
+    forest_height = 1.0 + 0.45 * len(rows)
+    figure = make_figure(10, forest_height + 3.6 + 0.1 * len(rows))
+    panels = figure.subplots(2, 2, height_ratios=(forest_height, 3.1)).flat
+    differences, times, losses, distances = panels
+    title = "difference of the validation loss, % (grey: counts as none)"
+    _plot_forest(differences, title, names, [row["difference"] for row in rows], scale=100)
+    differences.axvline(0, color=GREY, linewidth=1)
+    differences.axvspan(-100 * negligible, 100 * negligible, color=GREY, alpha=0.12)
+    title = "time per step, ms (median, quartiles)"
+    _plot_forest(times, title, kernels, [row["step_ms"] for row in rows])
     _plot_losses(losses, variants, labels)
     _plot_divergence(distances, variants)
-    for axes, name in zip(panels, bars, strict=False):
-        _plot_bars(axes, METRICS[name], labels, [row[name] for row in rows])
-    for axes in panels[len(bars) :]:
-        axes.remove()
     legend = losses.get_legend_handles_labels()
     figure.legend(*legend, loc="outside lower center", ncols=2, frameon=False, fontsize=9)
     save_figure(figure, path)
@@ -83,6 +89,21 @@ def _make_label(row: dict[str, Value]) -> str:
     # Names of files that are not UTF-8 are escaped. Two dollar signs would enclose a formula.
     text = label[:LEGEND_LABEL_CHARS].encode(errors="backslashreplace").decode()
     return text.replace("$", r"\$")
+
+
+def _plot_forest(
+    axes, title: str, labels: list[str], values: list[Value], scale: float = 1.0
+) -> None:
+    """Plot a value and its interval per row, the baseline at the top."""
+    style_axes(axes, title, grid="x")
+    for index, value in enumerate(values):
+        bounds = np.array([value.low, value.value, value.high], dtype=float)  # None becomes NaN
+        low, number, high = bounds * scale
+        color = COLORS[index % len(COLORS)]
+        axes.plot([low, high], [index, index], color=color, linewidth=2.5)
+        axes.plot(number, index, "o", color=color)
+    axes.set_yticks(range(len(labels)), labels, fontsize=9)
+    axes.set_ylim(len(labels) - 0.5, -0.5)
 
 
 def _plot_losses(axes, variants: list[Variant], labels: list[str]) -> None:
@@ -116,27 +137,3 @@ def _plot_divergence(axes, variants: list[Variant]) -> None:
         axes.plot(list(distances), maxima, **style, drawstyle="steps-post")
     if axes.dataLim.y1 > 0:  # some losses differ
         axes.set_yscale("log", nonpositive="mask")
-
-
-def _plot_bars(axes, metric: Metric, labels: list[str], values: list[Value]) -> None:
-    """Plot a metric as horizontal bars, the baseline at the top. Error bars are intervals or
-    quartiles."""
-    style_axes(axes, f"{metric.header}, {metric.compare}", grid="x")
-    bounds = [[value.low, value.value, value.high] for value in values]
-    low, number, high = np.array(bounds, dtype=float).T  # None becomes NaN, which has no bar
-    colors = [COLORS[index % len(COLORS)] for index in range(len(values))]
-    names = [label[:BAR_LABEL_CHARS].replace(", ", "\n") for label in labels]
-    bars = axes.barh(
-        range(len(values)),
-        number,
-        xerr=[number - low, high - number],
-        tick_label=names,
-        color=colors,
-        ecolor=GREY,
-        alpha=0.75,
-    )
-    axes.bar_label(bars, fmt=metric.format, padding=3)
-    axes.set_xticks([])  # the bars have their values
-    axes.margins(x=0.25)
-    axes.tick_params(axis="y", labelsize=9)
-    axes.invert_yaxis()

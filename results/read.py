@@ -17,7 +17,13 @@ from common.settings import flatten_dict, format_value
 from training.config import WARMUP_STEPS
 from training.run_folder import read_config, read_rows, summary_key
 
-IGNORED_SECTIONS = ("seed", "name", "resume", "wandb")  # runs of one variant may differ in these
+IGNORED_SECTIONS = (
+    "seed",
+    "name",
+    "resume",
+    "sweep",
+    "wandb",
+)  # runs of one variant may differ in these
 # Suffixes of the keys that select the values of a section, as model.name and attention.backend do.
 CHOICES = (".name", ".backend")
 WHAT_TO_SET = "set folders of runs, as in runs/NAME or runs/sweeps/NAME"
@@ -41,6 +47,11 @@ class Run:
     def data(self) -> str | None:
         """Folder of the prepared data. None if the run ended before it read any."""
         return self.summary.get("data")
+
+    @property
+    def text(self) -> str | None:
+        """Hash of the text. Runs of earlier versions have the folder of the prepared data."""
+        return self.summary.get("text", self.data)
 
     @property
     def kernel(self) -> str | None:
@@ -80,8 +91,8 @@ class Variant:
 
     @property
     def by_seed(self) -> dict[tuple, Run]:
-        """The finished runs by seed and data."""
-        return {(run.seed, run.data): run for run in self.finished}
+        """The finished runs by seed and text."""
+        return {(run.seed, run.text): run for run in self.finished}
 
     def newest(self, name: str) -> list[float]:
         """The newest value of a metric in each finished run that has it."""
@@ -204,3 +215,11 @@ def _list_differences(config: dict, others: list[dict]) -> str:
             name = key.removesuffix(".name").removesuffix(".backend")
             words.append(f"{name}={format_value(config[key])}")
     return ", ".join(words)
+
+
+def read_table(path: Path) -> list[dict[str, Any]]:
+    """Read a CSV file. Columns of numbers have numbers, and an empty cell is None."""
+    from pyarrow import csv
+
+    options = csv.ConvertOptions(strings_can_be_null=True)
+    return csv.read_csv(path, convert_options=options).to_pylist()

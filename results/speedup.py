@@ -24,7 +24,6 @@ from training.run_folder import summary_key
 
 # The settings in which two lengths of one variant may differ.
 LENGTH_KEYS = ("train.steps", "eval.every", "checkpoint.")
-SUGGESTED_LENGTHS = (0.8, 1.25)  # relative to the baseline's train.steps
 LOSS = summary_key("val/loss")
 MAX_SPREAD = 1.5  # upper / lower quartile of step times; a larger ratio means a busy machine
 
@@ -64,7 +63,7 @@ def measure_speedups(
         if all(seed in others for seed in seeds):
             losses_of_lengths[length] = [others[seed].summary[LOSS] for seed in seeds]
     if not seeds or len(losses_of_lengths) < 2:
-        return Value(), Value(), _suggest_lengths(baseline)
+        return Value(), Value(), None
     curves = np.array(list(losses_of_lengths.values())).T  # (S, K)
     if not _all_fall(curves):
         problem = "no speedup: longer runs of the baseline do not clearly have lower losses"
@@ -128,15 +127,6 @@ def _all_fall(curves: np.ndarray) -> bool:
     if len(curves) > 1:
         curves = curves.sum(axis=0) - curves
     return bool(np.all(np.diff(curves, axis=1) < 0))
-
-
-def _suggest_lengths(baseline: Variant) -> str:
-    """What to train for a speedup: the baseline with fewer and with more steps."""
-    shorter, longer = [round(ratio * baseline.config["train.steps"]) for ratio in SUGGESTED_LENGTHS]
-    return (
-        f"for a speedup at equal loss, also train the baseline, {baseline.label}, with "
-        f"train.steps={shorter},{longer} and the same seeds"
-    )
 
 
 def _complete_runs(variant: Variant) -> dict[tuple, Run]:

@@ -2,8 +2,7 @@
 divergence, and the verdict.
 
 Runs with the same seed form pairs, so that initial weights and batches cancel in differences.
-About 8 (s / d)^2 pairs find a difference d with a probability of 80 %, where s is the standard
-deviation of the differences of single pairs. docs/sweeps.md explains the verdicts.
+docs/sweeps.md explains the verdicts.
 """
 
 import math
@@ -37,7 +36,8 @@ IMPLEMENTATION = (
 FLOAT32_TOLERANCE = 1e-5
 LOW_PRECISION_TOLERANCE = 1e-3
 ROUNDING_STEPS = 10
-MIN_PAIRS = 3  # with two pairs, three times the interval is 27 standard deviations wide
+ERROR_RATE = 0.05  # of a comparison: the probability that any of its verdicts is wrong
+EFFECT_VARIANCE = 8.0  # with this value, the confidence sequence is narrow from five seeds on
 
 
 def estimate_mean(values: Sequence[float]) -> Value:
@@ -67,6 +67,34 @@ def ci95(values: Sequence[float]) -> float:
     return float(stdtrit(count - 1, 0.975) * np.std(values, ddof=1)) / math.sqrt(count)
 
 
+def estimate_difference(differences: Sequence[float], num_comparisons: int = 1) -> Value:
+    """Mean with an interval of a confidence sequence, which few values do not have.
+
+    The intervals after 1, 2, 3, ... seeds contain the true mean all at once, with a probability of
+    95 %. So a sweep may look after each seed, stop when it likes, and continue later.
+    Wang and Ramdas, "Anytime-valid t-tests and confidence sequences for Gaussian means with unknown
+    variance" (arXiv:2310.03722): with n values, it contains all means m whose likelihood ratio
+
+        sqrt(r) ((1 + t^2 / (n - 1)) / (1 + r t^2 / (n - 1)))^(n / 2),    r = 1 / (1 + n g),
+
+    is below 1 / error rate. t is Student's statistic for the mean m, and g is EFFECT_VARIANCE.
+
+    num_comparisons: with the same baseline. They share the error rate (Bonferroni).
+    """
+    n = len(differences)
+    if n == 0:
+        return Value()
+    mean = math.fsum(differences) / n
+    error_rate = ERROR_RATE / num_comparisons
+    r = 1 / (1 + n * EFFECT_VARIANCE)
+    largest_ratio = (error_rate**2 * r) ** (-1 / n)  # of 1 + t^2 / (n - 1) to 1 + r t^2 / (n - 1)
+    if n == 1 or largest_ratio * r >= 1:
+        return Value(mean)
+    variances = (largest_ratio - 1) / (1 - largest_ratio * r)  # t^2 / (n - 1)
+    margin = math.sqrt(variances) * float(np.std(differences))
+    return Value(mean, mean - margin, mean + margin)
+
+
 def find_pairs(variant: Variant, baseline: Variant) -> list[tuple[Run, Run]]:
     """Pair finished runs with the same seed and data. The baseline itself has no pairs."""
     if variant is baseline:
@@ -87,35 +115,56 @@ def divergence(pairs: list[tuple[Run, Run]]) -> dict[int, float]:
     return dict(sorted(largest.items()))
 
 
-def judge(
-    variant: Variant, baseline: Variant, differences: list[float], distances: dict[int, float]
-) -> str | None:
-    """Return the verdict: whether the losses of pairs differ by more than rounding errors.
+def compare_losses(pairs: list[tuple[Run, Run]]) -> list[float]:
+    """Differences of the validation losses of pairs, relative to the baseline's mean loss.
 
-    differences: of the validation losses. distances: of the training losses, by step.
-    None without a pair.
+    Losses are in bits per byte, which variants with other tokenizers have in common. A run whose
+    loss is infinite has no value.
     """
-    if not differences or not distances:
+    losses = [Variant(list(pair)).newest("val/bpb") for pair in pairs]
+    known = [pair for pair in losses if len(pair) == 2]
+    if not known:
+        return []
+    baseline_mean = math.fsum(other for _, other in known) / len(known)
+    return [(loss - other) / baseline_mean for loss, other in known]
+
+
+def judge(
+    variant: Variant,
+    baseline: Variant,
+    difference: Value,
+    distances: dict[int, float],
+    negligible: float,
+) -> str | None:
+    """Return the verdict on a variant. None without a pair.
+
+    difference: of the validation losses, from estimate_difference.
+    distances: of the training losses, from divergence.
+    negligible: a difference of this size counts as none.
+    """
+    if difference.value is None or not distances:
         return None
-    if not any(differences) and not any(distances.values()):
+    if difference.value == 0 and not any(distances.values()):
         return "equal losses"
-    difference = estimate_mean(differences).value
-    interval = ci95(differences)
+    has_interval = difference.low is not None
+    is_lower = has_interval and difference.high < 0
+    is_higher = has_interval and difference.low > 0
     if computes_same_function(variant.config, baseline.config):
         tolerance = _rounding_tolerance(variant, baseline)
+        first_loss = max(run.curves["train/loss"].get(1, 0.0) for run in baseline.finished)
         for step, distance in distances.items():
-            if step <= ROUNDING_STEPS and distance > tolerance * step:
+            if step <= ROUNDING_STEPS and distance > tolerance * first_loss * step:
                 return f"differs from step {step}"
-        if abs(difference) > tolerance and len(differences) < MIN_PAIRS:
-            return f"same for {ROUNDING_STEPS} steps; later: too few seeds"
-        # An interval excludes 0 by chance in 5 % of cases, three times its width in less than 2 %.
-        if abs(difference) <= max(3 * interval, tolerance):
-            return "same up to rounding"
-    if len(differences) == 1:
-        return "not tested: one pair"
-    if abs(difference) > interval:
-        return "higher loss" if difference > 0 else "lower loss"
-    return "no difference found"
+        limit = tolerance if is_lower or is_higher else negligible
+        if abs(difference.value) <= limit:
+            return "equal up to rounding"
+    if is_lower:
+        return "better"
+    if is_higher:
+        return "worse"
+    if has_interval and -negligible < difference.low and difference.high < negligible:
+        return f"no difference above {100 * negligible:g} %"
+    return "undecided"
 
 
 def computes_same_function(config: dict, other: dict) -> bool:
@@ -131,8 +180,7 @@ def computes_same_function(config: dict, other: dict) -> bool:
 
 
 def _rounding_tolerance(variant: Variant, baseline: Variant) -> float:
-    """Largest difference of the training losses at step 1 that rounding explains, in nats."""
+    """Largest difference of the training losses at step 1 that rounding explains, relative."""
     runs = variant.finished + baseline.finished
     kinds = {(run.summary.get("dtype"), bool(run.summary.get("tf32"))) for run in runs}
-    tolerance = FLOAT32_TOLERANCE if kinds == {("float32", False)} else LOW_PRECISION_TOLERANCE
-    return tolerance * max(run.curves["train/loss"].get(1, 0.0) for run in baseline.finished)
+    return FLOAT32_TOLERANCE if kinds == {("float32", False)} else LOW_PRECISION_TOLERANCE

@@ -6,7 +6,6 @@ metrics.jsonl: training never waits for wandb, and continues if wandb fails.
 """
 
 import json
-import math
 import os
 import re
 import shlex
@@ -15,7 +14,7 @@ import subprocess
 import sys
 import time
 from argparse import ArgumentParser
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from shutil import rmtree
@@ -27,7 +26,7 @@ from common.errors import EXIT_CODES
 from common.files import read_json
 from common.process import run_main
 from results.metrics import DISTINCT, METRICS
-from results.read import read_curves
+from results.read import read_curves, read_table
 from training.config import WandbConfig
 from training.run_folder import read_config, summary_key
 
@@ -317,14 +316,21 @@ def export_bench(folder: Path, mode: str) -> None:
             notes="\n".join(["fastest backends:", *fastest]),
             config=config | summary | {"attention": attention},
         )
-        log_table(run, run.log, rows, "{phase} {mask} {dtype}", folder / "attention.png")
+        for row in rows:
+            columns = name_columns(row, "{phase} {mask} {dtype}")
+            run.log(columns | {"T": row["T"]})
+        run.log(to_media({"table": rows, "picture": "attention.png"}, folder))
+        run.finish()
 
 
 def export_comparison(folder: Path, mode: str) -> None:
-    """Export comparison.csv. The comparison of a sweep that is continued is the same wandb run."""
+    """Export a comparison. The comparison of a sweep that is continued is the same wandb run."""
+    import wandb
+
     _, summary = read_run(folder)
     rows = read_table(folder / "comparison.csv")
-    fastest_first = sorted(rows, key=lambda row: row["step_ms"] or math.inf)
+    table = [format_row(row) for row in rows]
+    sentences = read_json(folder / "comparison.json").get("sentences", [])
     run = start_run(
         folder,
         mode,
@@ -333,50 +339,38 @@ def export_comparison(folder: Path, mode: str) -> None:
         id=summary.get("wandb_id") and f"{summary['wandb_id']}-comparison",
         name="comparison" if folder.name == "comparison" else f"{folder.name} comparison",
         job_type="compare",
-        notes="\n".join(describe_variant(row, rows[0]) for row in fastest_first),
+        notes="\n".join([*sentences, *map(join_cells, table)]),
     )
-    log_table(run, run.summary.update, rows, "{variant}", folder / "comparison.png")
-
-
-def log_table(
-    run: Any,
-    log: Callable[[dict[str, Any]], None],
-    rows: list[dict[str, Any]],
-    label: str,
-    picture: Path,
-) -> None:
-    """Log a table, its picture, and its columns as metrics COLUMN/LABEL, and finish the run.
-
-    log: run.log for curves, or run.summary.update for single numbers, which need no panels.
-    label: format of the label, with names of columns. Sizes of tensors, such as T, are upper case.
-    """
     for row in rows:
-        name = re.sub(r"\W+", "_", label.format(**row))
-        metrics = {f"{key}/{name}": value for key, value in row.items() if key.islower()}
-        log(metrics | {"T": row.get("T")})
-    run.log(to_media({"table": rows, "picture": picture.name}, picture.parent))
+        run.summary.update(name_columns(row, "{variant}"))  # single numbers need no panels
+    run.log(to_media({"table": table, "picture": "comparison.png"}, folder))
+    times = wandb.Table(["variant", "step_ms"], [[row["variant"], row["step_ms"]] for row in rows])
+    run.log({"step_ms": wandb.plot.bar(times, "variant", "step_ms", "time per step, ms")})
     run.finish()
 
 
-def describe_variant(row: dict[str, Any], baseline: dict[str, Any]) -> str:
-    """One line: the verdict, the columns of the terminal's table, and the ratio of step times."""
-    cells = [f"{row['variant']}: {row['verdict'] or row['status']}"]
+def name_columns(row: dict[str, Any], label: str) -> dict[str, Any]:
+    """Metrics COLUMN/LABEL of a row. Sizes of tensors, such as T, are upper case, and left out.
+
+    label: format of the label, with names of columns.
+    """
+    name = re.sub(r"\W+", "_", label.format(**row))
+    return {f"{key}/{name}": value for key, value in row.items() if key.islower()}
+
+
+def join_cells(cells: dict[str, str]) -> str:
+    """One line with the known values of a table's row."""
+    return "; ".join(f"{header} {cell}" for header, cell in cells.items() if cell)
+
+
+def format_row(row: dict[str, Any]) -> dict[str, str]:
+    """The columns of the terminal's table, and the verdict. Unknown values are empty."""
+    cells = {}
     for name, metric in METRICS.items():
         value = row.get(name.replace("/", "_"))
-        if metric.header and name != "variant" and value is not None:
-            cells.append(f"{metric.header} {metric.format(value)}")
-    is_same_device = row.get("device_name") == baseline.get("device_name")
-    if row is not baseline and is_same_device and row["step_ms"] and baseline["step_ms"]:
-        cells.append(f"steps {baseline['step_ms'] / row['step_ms']:.2f} times as fast")
-    return "; ".join(cells)
-
-
-def read_table(path: Path) -> list[dict[str, Any]]:
-    """Read a CSV file. Columns of numbers have numbers, and an empty cell is None."""
-    from pyarrow import csv
-
-    options = csv.ConvertOptions(strings_can_be_null=True)
-    return csv.read_csv(path, convert_options=options).to_pylist()
+        if metric.header:
+            cells[metric.header] = "" if value is None else metric.format(value)
+    return cells | {"verdict": row["verdict"] or row["status"]}
 
 
 if __name__ == "__main__":

@@ -17,10 +17,11 @@ from common.settings import describe_changes, flatten_dict
 from training.run_folder import read_config, read_trained_config, write_config
 
 SCRIPT = Path(__file__).parents[1] / "train.py"
-SWEEP_KEYS = ("name", "wandb.group")  # are set by the sweep
+SWEEP_KEYS = ("name", "sweep.", "wandb.group")  # of the sweep, not of its runs
 # Keys that may change when a sweep is started again. Any other change would make a different run.
 CHANGEABLE_KEYS = (
-    "name", "resume", "train.steps", "train.epochs", "train.minutes", "checkpoint.", "wandb."
+    "name", "resume", "train.steps", "train.epochs", "train.minutes", "checkpoint.", "sweep.",
+    "wandb.",
 )  # fmt: skip
 
 
@@ -33,12 +34,16 @@ class Job:
     arguments: list[str]  # of train.py
     config: dict  # the composed config, as nested dicts
 
+    @property
+    def setting(self) -> str:
+        """A text that is equal for jobs that differ only in the seed."""
+        return identify_config(flatten_dict(self.config) | {"seed": None})
+
     def is_done(self) -> bool:
-        """Whether a run with exactly this config has finished."""
+        """Whether a run with these settings has finished."""
         status = read_json(self.folder / "summary.json").get("status")
-        return status == "finished" and read_trained_config(self.folder) == flatten_dict(
-            self.config
-        )
+        trained = identify_config(read_trained_config(self.folder))
+        return status == "finished" and trained == identify_config(flatten_dict(self.config))
 
     def check_folder(self) -> None:
         """Raise UserError if the folder contains a run with a different config."""
@@ -51,7 +56,7 @@ class Job:
 
 def identify_config(config: dict) -> str:
     """A text that is equal for two flat configs with equal settings, except SWEEP_KEYS."""
-    settings = {key: value for key, value in config.items() if key not in SWEEP_KEYS}
+    settings = {key: value for key, value in config.items() if not key.startswith(SWEEP_KEYS)}
     return json.dumps(settings, sort_keys=True, default=str)
 
 

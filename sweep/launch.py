@@ -1,41 +1,90 @@
 """Trains the unfinished jobs of a sweep, here or on a cluster, and compares all of its runs."""
 
 import time
+from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
 
-from common.console import format_duration, print_text
+from common.console import format_duration, pluralize, print_text
 from common.errors import EXIT_CODES
 from common.files import read_json, write_json
 from common.process import command_line
-from results.compare import compare, print_comparison
+from results.compare import compare, compare_variants, describe_row, print_comparison
+from results.read import read_variants
 from results.wandb import WandbExport
 from sweep.jobs import Job, Outcome, train_job
 
 
-def run_sweep(jobs: list[Job], launcher: Any = None) -> int:
+def run_sweep(jobs: list[Job], launcher: Any = None, stops_early: bool = False) -> int:
     """Train the unfinished jobs of a sweep, and compare all of its runs.
 
     launcher: Hydra's own config for submit_jobs. By default, jobs run on this machine.
+    stops_early: train one seed after the other, as far as verdicts need them.
     Returns the exit code of finish_sweep.
     Raises UserError if a job was trained with other settings.
     """
     folder = jobs[0].folder.parent
-    todo = find_missing_jobs(folder, jobs)
-    num_done = len(jobs) - len(todo)
-    print_text(f"sweep    {folder}, {len(jobs)} runs, {num_done} of them finished before")
-    return finish_sweep(folder, jobs, train_jobs(todo, launcher))
+    negligible = jobs[0].config["sweep"]["difference"]
+    for job in jobs:
+        job.check_folder()
+    num_done = sum(job.is_done() for job in jobs)
+    limit = "at most " if stops_early else ""
+    print_text(f"sweep    {folder}, {limit}{len(jobs)} runs, {num_done} of them finished before")
+    batches = iter_seeds(jobs, negligible) if stops_early else [jobs]
+    started = []
+    outcomes = {}
+    for batch in batches:
+        todo = find_missing_jobs(folder, batch)
+        outcomes |= train_jobs(todo, launcher)
+        started += batch
+    return finish_sweep(folder, started, outcomes, negligible)
+
+
+def iter_seeds(jobs: list[Job], negligible: float) -> Iterator[list[Job]]:
+    """Yield the jobs of one seed after the other, until all settings have a verdict.
+
+    Settings that have one are left out, except the first one, with which the others are compared.
+    """
+    folder = jobs[0].folder.parent
+    settings = {job.setting for job in jobs}
+    seeds = [list(group) for _, group in groupby(jobs, key=lambda job: job.config["seed"])]
+    for number, batch in enumerate(seeds, 1):
+        started = time.monotonic()
+        yield [job for job in batch if job.setting in settings | {jobs[0].setting}]
+        seconds = time.monotonic() - started
+        sentences, folders = find_undecided(folder, negligible)
+        settings = {job.setting for job in jobs if job.folder in folders}
+        if not settings or number == len(seeds):
+            return
+        num_left = len(seeds) - number
+        time_left = format_duration(num_left * seconds)
+        print_text(f"at most {pluralize(num_left, 'more seed')} and {time_left} to decide")
+        for sentence in sentences:
+            print_text(f"  {sentence}")
+
+
+def find_undecided(folder: Path, negligible: float) -> tuple[list[str], set[Path]]:
+    """Find the settings of a sweep that need more seeds.
+
+    Returns their sentences, and the folders of their runs. One pair of runs decides nothing, and a
+    setting without any pair has failed.
+    """
+    variants = read_variants([folder])
+    rows = compare_variants(variants, negligible)
+    sentences = []
+    folders = set()
+    for variant, row in zip(variants, rows, strict=True):
+        if row["pairs"].value == 1 or row["verdict"].value == "undecided":
+            sentences.append(describe_row(row, rows[0]))
+            folders |= {run.folder for run in variant.runs}
+    return sentences, folders
 
 
 def find_missing_jobs(folder: Path, jobs: list[Job]) -> list[Job]:
-    """Return the unfinished jobs, and list all jobs of the sweep in sweep.json.
-
-    Raises UserError if the settings of a job have changed.
-    """
-    for job in jobs:
-        job.check_folder()
+    """Return the unfinished jobs, and list all jobs of the sweep in sweep.json."""
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / ".lock"):  # another process can add jobs to the same sweep
         names = read_json(folder / "sweep.json").get("jobs", [])
@@ -67,13 +116,16 @@ def train_jobs(todo: list[Job], launcher: Any = None) -> dict[str, Outcome]:
     return outcomes
 
 
-def finish_sweep(folder: Path, jobs: list[Job], outcomes: dict[str, Outcome]) -> int:
+def finish_sweep(
+    folder: Path, jobs: list[Job], outcomes: dict[str, Outcome], negligible: float
+) -> int:
     """Compare all runs of a sweep, and log the comparison to wandb.
 
-    outcomes: outcomes by name of the jobs that ran now.
+    jobs: all that were needed. outcomes: outcomes by name of the jobs that ran now.
+    negligible: a relative difference of losses that counts as none.
     Returns the exit code: 1 if any job failed, 75 if one was interrupted, 2 if all were refused.
     """
-    rows = compare([folder], folder)
+    rows = compare([folder], folder, negligible)
     print_comparison(rows, folder)
     if outcomes:
         with WandbExport(jobs[0].config["wandb"]) as export:

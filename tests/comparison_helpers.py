@@ -24,6 +24,7 @@ CONFIG = {
     "wandb.mode": "offline",
     "wandb.group": None,
 }
+NEGLIGIBLE = 0.005
 KERNEL = {"attention.backend": "flex"}  # changes the implementation
 LR = {"optimizer.lr": 0.1}  # changes the training
 
@@ -94,4 +95,4 @@ def write_sweep(folder: Path, jobs: list[str]) -> Path:
 
 def compare_rows(folders: list[Path]) -> list[Row]:
     """The rows of a comparison, without files."""
-    return compare_variants(read_variants(folders))
+    return compare_variants(read_variants(folders), NEGLIGIBLE)

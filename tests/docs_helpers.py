@@ -56,7 +56,8 @@ class Command:
         if "-m" not in words:
             return words
         words = [word for word in words if word != "-m" and not word.startswith("hydra")]
-        return [re.sub(r"=[^\[]+,", "=", word) for word in words]
+        words = [re.sub(r"=[^\[]+,", "=", word) for word in words]
+        return ["seed=1" if word == "seed=auto" else word for word in words]
 
 
 def blocks(page: Path) -> Iterator[tuple[int, str, list[str]]]:

@@ -170,6 +170,16 @@ class CheckpointConfig:
 
 
 @dataclass
+class SweepConfig:
+    """Verdicts of a sweep (train.py -m) on its settings."""
+
+    # relative difference of validation losses that counts as none
+    difference: float = setting(0.005, 0, below=1)
+    # with seed=auto: seeds of a setting without a verdict, at most
+    max_seeds: int = setting(10, 2, 10**6)
+
+
+@dataclass
 class WandbConfig:
     """Arguments of wandb.init."""
 
@@ -248,6 +258,7 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
 
     def rules(self, section: str) -> Iterator[Rule]:

@@ -53,13 +53,33 @@ def start_sweep(*words: str, config_dir: str | None = None) -> list[Job]:
     return jobs
 
 
-def test_every_combination_is_a_job_and_the_seed_changes_slowest(workdir):
-    assert [job.name for job in start_sweep("attention=naive,sdpa", "seed=1,2")] == [
+def test_every_combination_is_a_job_and_every_second_seed_has_the_reverse_order(workdir):
+    assert [job.name for job in start_sweep("attention=naive,sdpa", "seed=1,2,3")] == [
         "attention=naive,seed=1",
         "attention=sdpa,seed=1",
-        "attention=naive,seed=2",
         "attention=sdpa,seed=2",
+        "attention=naive,seed=2",
+        "attention=naive,seed=3",
+        "attention=sdpa,seed=3",
     ]
+
+
+def test_automatic_seeds_are_those_up_to_the_maximum(workdir):
+    jobs = start_sweep("attention=naive,sdpa", "seed=auto", "sweep.max_seeds=4")
+    assert [job.config["seed"] for job in jobs] == [1, 1, 2, 2, 3, 3, 4, 4]
+    assert jobs[0].name == "attention=naive,seed=1"
+    assert {job.setting for job in jobs} == {job.setting for job in jobs[:2]}
+
+
+def test_higher_maximum_of_seeds_continues_the_same_jobs(workdir):
+    words = ["attention=naive,sdpa", "seed=auto"]
+    job, *_ = start_sweep(*words, "sweep.max_seeds=3")
+    (job.folder / "checkpoints").mkdir()
+    (job.folder / "checkpoints/last.pt").touch()
+    write_file(f"{job.folder}/summary.json", '{"status": "finished"}')
+    same_job, other_job, *_ = make_jobs([*TINY, "name=s", *words, "sweep.max_seeds=4"], None)
+    same_job.check_folder()
+    assert (same_job.is_done(), other_job.is_done()) == (True, False)
 
 
 def test_job_is_a_run_in_the_folder_of_the_sweep(workdir):
@@ -196,6 +216,8 @@ def test_sweep_without_a_name_gets_a_new_folder(workdir):
         ([*SWEEP, "data.path=text.txt", "name=a/b"], ("name='a/b'", "use up to 100 letters")),
         ([*SWEEP, "data.path=text.txt,missing.txt"], ("data.path=missing.txt", "set a file")),
         (["-m", "seed=1,2,1"], ("seed=1", "list it once")),
+        (["-m", "seed=auto"], ("several values for at least one key",)),
+        (["seed=auto", "model.window=null,32"], ("seed=auto", "need -m")),
         (
             [*SWEEP, *(f"{key}={'a' * 99},{'b' * 99}" for key in ("model.name", "data.name"))],
             ("is too long", "sweep fewer keys"),

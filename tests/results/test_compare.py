@@ -3,18 +3,20 @@
 import csv
 import io
 import json
+from pathlib import Path
 
 import pytest
-from comparison_helpers import KERNEL, LR, compare_rows, write_run, write_sweep
+from comparison_helpers import KERNEL, LR, NEGLIGIBLE, compare_rows, write_run, write_sweep
 from helpers import run_command
 from rich.console import Console
 
 from results.compare import (
     FILES,
-    VERDICT_NOTES,
     Row,
     choose_columns,
     compare,
+    describe_row,
+    describe_rows,
     format_cell,
     list_notes,
     make_terminal_table,
@@ -31,7 +33,7 @@ def list_files(folder) -> list[str]:
 def no_picture(monkeypatch):
     """comparison.png is empty, because drawing it takes longer than all the rest."""
     monkeypatch.setattr(
-        "results.compare.plot_comparison", lambda variants, rows, path: path.touch()
+        "results.compare.plot_comparison", lambda variants, rows, negligible, path: path.touch()
     )
 
 
@@ -68,7 +70,6 @@ def test_files_are_in_one_folder_which_is_printed(runs, capsys, words, out):
     ("words", "part"),
     [
         pytest.param(["nowhere"], "set folders of runs", id="missing folder"),
-        pytest.param([], "set folders of runs", id="no folder"),
         pytest.param(["a", "out=runs/a/config.yaml"], "set another", id="out is a file"),
         pytest.param(["b", "damaged"], "metrics.jsonl", id="damaged run"),
     ],
@@ -86,7 +87,7 @@ def test_text_of_runs_does_not_control_the_terminal(tmp_path, no_picture, capsys
     attack = "\x1b[2J"
     runs = [write_run(tmp_path / name, changes={"model.name": attack + name}) for name in "ab"]
     runs += [write_run(tmp_path / "c", status="refused", error=attack)]
-    print_comparison(compare(runs, tmp_path / "out"), tmp_path / "out")
+    print_comparison(compare(runs, tmp_path / "out", NEGLIGIBLE), tmp_path / "out")
     printed = capsys.readouterr().out
     assert "model=" in printed
     assert "\x1b" not in printed
@@ -95,7 +96,7 @@ def test_text_of_runs_does_not_control_the_terminal(tmp_path, no_picture, capsys
 def test_folders_that_train_writes_are_compared(train, tmp_path):
     for name in ("naive", "sdpa"):
         assert train(f"name={name}", f"attention={name}") == 0
-    rows = compare([tmp_path / "runs/naive", tmp_path / "runs/sdpa"], tmp_path / "out")
+    rows = compare([tmp_path / "runs/naive", tmp_path / "runs/sdpa"], tmp_path / "out", NEGLIGIBLE)
     first, second = rows
     assert first["variant"].value == "naive: attention=naive"
     assert second["pairs"].value == 1
@@ -110,10 +111,11 @@ def test_folders_that_train_writes_are_compared(train, tmp_path):
 def test_csv_has_plain_numbers_and_their_bounds(tmp_path, no_picture):
     runs = [write_run(tmp_path / f"a{n}", n, val=n, peak_memory_bytes=9 * 2**30) for n in (1, 2)]
     runs += [write_run(tmp_path / "b", changes=KERNEL, val=1.5)]
-    compare(runs, tmp_path / "out")
+    compare(runs, tmp_path / "out", NEGLIGIBLE)
     with open(tmp_path / "out/comparison.csv", newline="", encoding="utf-8") as file:
         first, second = csv.DictReader(file)
-    assert (first["difference"], second["difference"]) == ("", "0.5")
+    assert first["difference"] == ""
+    assert float(second["difference"]) == pytest.approx(0.5)
     assert float(first["peak_memory_bytes_low"]) == 9 * 2**30
     assert float(first["val_loss_high"]) == pytest.approx(1.5 + 12.706 / 2, rel=1e-4)
     assert "variant_low" not in first
@@ -121,9 +123,9 @@ def test_csv_has_plain_numbers_and_their_bounds(tmp_path, no_picture):
 
 def test_list_of_the_compared_runs_is_relative_to_it(tmp_path):
     runs = [write_run(tmp_path / f"runs/{name}") for name in "ab"]
-    compare(runs, tmp_path / "runs/out")
+    compare(runs, tmp_path / "runs/out", NEGLIGIBLE)
     content = json.loads((tmp_path / "runs/out/comparison.json").read_bytes())
-    assert content == {"runs": ["../a", "../b"]}
+    assert content["runs"] == ["../a", "../b"]
 
 
 def test_only_finished_runs_count(tmp_path):
@@ -138,6 +140,80 @@ def test_refused_variant_has_no_figures(tmp_path):
     refused = write_run(tmp_path / "no", status="refused", error="needs a GPU")
     (row,) = compare_rows([refused])
     assert {row[name] for name in ("val/loss", "step_ms", "peak_memory_bytes")} == {Value()}
+
+
+# The sentences
+
+
+def test_sentence_has_the_verdict_its_interval_the_seeds_and_the_speed(row):
+    facts = {"verdict": Value("worse"), "difference": Value(0.012, 0.008, 0.016)}
+    facts |= {"variant": Value("model.n_layer=1"), "pairs": Value(4), "step_ms": Value(5.0)}
+    baseline = row | {"step_ms": Value(10.0)}
+    assert describe_row(row | facts, baseline) == (
+        "model.n_layer=1: worse by 1.20 % (+0.80 to +1.60 %), 4 seeds; steps 2.00 times as fast"
+    )
+
+
+@pytest.mark.parametrize(
+    ("verdict", "difference", "text"),
+    [
+        ("equal losses", Value(0.0), "equal losses, 2 seeds"),
+        ("undecided", Value(0.01), "undecided, 2 seeds"),
+        (
+            "no difference above 0.5 %",
+            Value(0.001, -0.001, 0.003),
+            "no difference above 0.5 % (-0.10 to +0.30 %), 2 seeds",
+        ),
+    ],
+)
+def test_sentence_of_a_verdict(row, verdict, difference, text):
+    facts = {"verdict": Value(verdict), "difference": difference, "pairs": Value(2)}
+    assert describe_row(row | facts, row) == f"a: {text}; steps 1.00 times as fast"
+
+
+@pytest.mark.parametrize("device", [Value("B"), Value()], ids=["another device", "unknown"])
+def test_step_times_of_different_devices_are_not_compared(row, device):
+    facts = {"verdict": Value("worse"), "difference": Value(0.01), "device_name": device}
+    assert "as fast" in describe_row(row | facts | {"device_name": row["device_name"]}, row)
+    assert "as fast" not in describe_row(row | facts, row)
+
+
+def test_sentences_are_sorted_by_loss_and_equal_losses_by_step_time(tmp_path):
+    rows = compare_rows([write_run(tmp_path / name) for name in "abcde"])
+    verdicts = ["", "worse", "better", "equal up to rounding", None]
+    for row, verdict, difference in zip(rows, verdicts, [None, 0.1, -0.1, 1e-9, None], strict=True):
+        row |= {"verdict": Value(verdict), "difference": Value(difference)}
+    rows[0]["step_ms"] = Value(20.0)
+    rows[3]["step_ms"] = Value(10.0)
+    rows[4] |= {"seeds": Value(0), "status": Value("refused")}
+    sentences = describe_rows(rows)
+    assert [sentence[0] for sentence in sentences] == ["c", "d", "a", "b", "e"]
+    assert sentences[2].startswith("a: baseline, loss 1.0000, 1 seed")
+    assert sentences[4] == "e: refused"
+
+
+# All sweeps
+
+
+def test_history_has_the_sentences_of_all_sweeps_and_how_many_may_be_wrong(workdir, capsys):
+    for name in ("first", "second"):
+        sweep = write_sweep(Path("runs/sweeps", name), ["n=1,seed=1", "n=2,seed=1"])
+        for n in (1, 2):
+            folder = sweep / f"n={n},seed=1"
+            write_run(folder, changes={"model.n_layer": n}, val=4.0 - n, wall_seconds=60)
+        assert run_command("compare", f"sweeps/{name}") == 0
+    capsys.readouterr()
+    assert run_command("compare") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "first  2 runs, 0:02:00"
+    assert lines[1].startswith("  n=2: undecided, 1 seed")
+    assert lines[3] == "second  2 runs, 0:02:00"
+    assert lines[-1].startswith("0 better in 2 sweeps, of which at most 0.1 are expected")
+
+
+def test_history_without_sweeps_is_refused(workdir, capsys):
+    assert run_command("compare") == 2
+    assert "set folders of runs" in capsys.readouterr().err
 
 
 # The table and its notes
@@ -157,7 +233,7 @@ def rows(tmp_path) -> list[Row]:
 @pytest.fixture
 def row(tmp_path) -> Row:
     """The row of a single run."""
-    return compare_rows([write_run(tmp_path / "a")])[0]
+    return compare_rows([write_run(tmp_path / "a", losses=[1.0] * 8)])[0]
 
 
 @pytest.mark.parametrize(
@@ -165,9 +241,8 @@ def row(tmp_path) -> Row:
     [
         ("val/loss", Value(1.23456), "1.2346"),
         ("val/loss", Value(1.23456, 1.22456, 1.24456), "1.2346 ± 0.0100"),
-        ("difference", Value(0.01, 0.00998, 0.01002), "+0.0100 ± 2.0e-05"),
-        ("difference", Value(-2e-5), "-2.0e-05"),
-        ("difference", Value(0.0, 0.0, 0.0), "0 ± 0"),
+        ("difference", Value(0.01, -0.005, 0.025), "+1.00 % (-0.50 to +2.50 %)"),
+        ("difference", Value(-2e-3), "-0.20 %"),
         ("step_ms", Value(12.34, 10, 123), "12.3 (10.0–123)"),  # noqa: RUF001
         ("peak_memory_bytes", Value(9 * 2**30), "9.00 GiB"),
         ("peak_memory_bytes", Value(2**30, 2**30, 2**31), "1.00 GiB (1.00–2.00 GiB)"),  # noqa: RUF001
@@ -199,8 +274,8 @@ def test_table_fits_into_80_columns(rows):
     assert max(map(len, print_table(rows, width=80).splitlines())) <= 80
 
 
-@pytest.mark.parametrize("text", ["naive1:", "attention=naive", "3 finished", "equal losses"])
-def test_table_has_the_variant_its_status_and_its_verdict(rows, text):
+@pytest.mark.parametrize("text", ["naive1:", "attention=naive", "3 finished"])
+def test_table_has_the_variant_and_its_status(rows, text):
     assert text in print_table(rows, width=120)
 
 
@@ -208,17 +283,10 @@ def has_note(rows: list[Row], part: str) -> bool:
     return any(part in note for note in list_notes(rows))
 
 
-@pytest.mark.parametrize("part", ["Difference:", "95 % confidence interval of the mean"])
+@pytest.mark.parametrize("part", ["Differences are", "95 % confidence interval of the mean"])
 def test_notes_explain_the_columns_of_the_table(rows, row, part):
     assert has_note(rows, part)
     assert not has_note([row], part)
-
-
-@pytest.mark.parametrize("start", VERDICT_NOTES)
-def test_notes_explain_the_verdict_once(row, start):
-    verdict = f"{start} step 3"
-    notes = list_notes([row | {"verdict": Value(verdict)}] * 2)
-    assert notes.count(f"{verdict}: {VERDICT_NOTES[start]}") == 1
 
 
 def test_notes_have_the_error_of_an_unfinished_run(tmp_path):

@@ -5,9 +5,8 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from comparison_helpers import LR, compare_rows, write_run
+from comparison_helpers import LR, NEGLIGIBLE, compare_rows, write_run
 
-from results import plots
 from results.compare import compare, print_comparison
 from results.metrics import MEAN, METRICS, STEP_MEDIAN, Metric
 from results.read import read_variants
@@ -16,15 +15,13 @@ from training.run_folder import summary_key
 
 @pytest.fixture
 def compared(tmp_path, monkeypatch) -> SimpleNamespace:
-    """A comparison of two runs with a metric that somebody adds: rows, folder and figure."""
-    metric = Metric("accuracy", "{:.1%}".format, MEAN, "Accuracy: of the top token.", in_plot=True)
+    """A comparison of two runs with a metric that somebody adds: rows and folder."""
+    metric = Metric("accuracy", "{:.1%}".format, MEAN, "Accuracy: of the top token.")
     monkeypatch.setitem(METRICS, "val/accuracy", metric)
-    monkeypatch.setattr(plots, "save_figure", lambda figure, path: figures.append(figure))
-    figures = []
     runs = [write_run(tmp_path / "a", last_val_accuracy=0.25)]
     runs.append(write_run(tmp_path / "b", changes=LR, last_val_accuracy=0.5))
-    rows = compare(runs, tmp_path)
-    return SimpleNamespace(rows=rows, folder=tmp_path, figure=figures[0])
+    rows = compare(runs, tmp_path, NEGLIGIBLE)
+    return SimpleNamespace(rows=rows, folder=tmp_path)
 
 
 def test_added_metric_is_in_the_table(compared, capsys):
@@ -36,11 +33,6 @@ def test_added_metric_is_in_the_table(compared, capsys):
 def test_added_metric_is_in_the_csv_file(compared):
     with open(compared.folder / "comparison.csv", newline="", encoding="utf-8") as file:
         assert [row["val_accuracy"] for row in csv.DictReader(file)] == ["0.25", "0.5"]
-
-
-def test_added_metric_is_in_the_picture(compared):
-    titles = [axes.get_title(loc="left") for axes in compared.figure.axes]
-    assert f"accuracy, {MEAN}" in titles
 
 
 def test_added_metric_of_steps_is_a_median_without_warmup(tmp_path, monkeypatch):

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from comparison_helpers import KERNEL, write_run
+from comparison_helpers import KERNEL, NEGLIGIBLE, write_run
 
 from results import plots
 from results.compare import compare_variants
@@ -44,10 +44,12 @@ def test_plot_draws_any_number_of_variants_and_a_refused_one(tmp_path, count):
     folders = [write_run(tmp_path / f"{n}", changes=changes[n]) for n in range(count)]
     folders.append(write_run(tmp_path / "no", status="refused", error="no", changes=KERNEL))
     variants = read_variants(folders)
-    plot_comparison(variants, compare_variants(variants), tmp_path / "a.png")
+    plot_comparison(
+        variants, compare_variants(variants, NEGLIGIBLE), NEGLIGIBLE, tmp_path / "a.png"
+    )
     png = (tmp_path / "a.png").read_bytes()
     assert int.from_bytes(png[16:20]) == 1500  # width in pixels
-    assert 900 <= int.from_bytes(png[20:24]) <= 1800
+    assert 700 <= int.from_bytes(png[20:24]) <= 1800
 
 
 def test_validation_loss_is_the_mean_of_the_seeds_without_the_first_evaluation(
@@ -59,7 +61,9 @@ def test_validation_loss_is_the_mean_of_the_seeds_without_the_first_evaluation(
     for seed, folder in enumerate(folders, 1):
         write_metrics(folder, *({"step": step, "val/loss": 9 - step + seed} for step in range(7)))
     variants = read_variants(folders)
-    plot_comparison(variants, compare_variants(variants), tmp_path / "a.png")
-    (line,) = figures[0].axes[0].lines
+    plot_comparison(
+        variants, compare_variants(variants, NEGLIGIBLE), NEGLIGIBLE, tmp_path / "a.png"
+    )
+    (line,) = figures[0].axes[2].lines
     assert line.get_xdata().tolist() == [1, 2, 3, 4, 5, 6]
     assert line.get_ydata().tolist() == [9.5, 8.5, 7.5, 6.5, 5.5, 4.5]

@@ -9,13 +9,19 @@ from comparison_helpers import KERNEL, LR, compare_rows, write_run
 
 from results.compare import Row
 from results.metrics import Value
-from results.statistics import ci95, estimate_mean, estimate_median
+from results.statistics import (
+    EFFECT_VARIANCE,
+    ci95,
+    estimate_difference,
+    estimate_mean,
+    estimate_median,
+)
 
 # Student's t of two-sided 95 % intervals, by degrees of freedom.
 STUDENT_T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 10: 2.228, 30: 2.042, 120: 1.980}
 LOSSES = [4.0 - step / 10 for step in range(12)]
-NOISE = [0.010, -0.011, 0.0005]  # differences of the validation losses, by seed
 EQUAL = [0.0, 0.0, 0.0]
+FACTS = {"data": "x-bpe", "text": "x"}
 
 
 @pytest.mark.parametrize(("df", "t"), STUDENT_T.items())
@@ -64,13 +70,10 @@ def test_baseline_is_not_compared_with_itself(rows):
 
 
 def test_difference_is_the_mean_over_pairs(rows):
-    """Seeds 1 and 2 are pairs, 4 has none: differences 0.1 and 0."""
+    """Seeds 1 and 2 are pairs, 4 has none: differences 0.1 and 0, and a mean loss of 1.1."""
     _, second = rows
-    difference = second["difference"]
     assert second["pairs"].value == 2
-    assert difference.value == pytest.approx(0.05)
-    # The standard deviation is 0.1 / sqrt(2).
-    assert difference.high - difference.value == pytest.approx(12.706 * 0.05, rel=1e-4)
+    assert second["difference"] == Value(pytest.approx(0.05 / 1.1))
 
 
 def test_divergence_is_the_largest_distance_of_the_training_losses(rows):
@@ -99,13 +102,23 @@ def test_memory_is_the_median_of_the_runs(rows):
 
 
 @pytest.mark.parametrize(
-    ("data", "pairs", "difference"), [("x", 1, 0.0), ("y", 0, None)], ids=["same", "other"]
+    ("facts", "pairs", "difference"),
+    [
+        pytest.param({}, 1, 0.0, id="same"),
+        pytest.param({"data": "x-char", "last_val_bpb": 0.6}, 1, 0.2, id="other tokenizer"),
+        pytest.param({"data": "y-bpe", "text": "y"}, 0, None, id="other text"),
+    ],
 )
-def test_only_runs_on_the_same_data_are_pairs(tmp_path, data, pairs, difference):
-    first = write_run(tmp_path / "a", data="x")
-    second = write_run(tmp_path / "b", changes=LR, data=data)
+def test_only_runs_on_the_same_text_are_pairs(tmp_path, facts, pairs, difference):
+    first = write_run(tmp_path / "a", **FACTS)
+    second = write_run(tmp_path / "b", changes=LR, **(FACTS | facts))
     _, row = compare_rows([first, second])
-    assert (row["pairs"].value, row["difference"].value) == (pairs, difference)
+    assert (row["pairs"].value, row["difference"].value) == (pairs, pytest.approx(difference))
+
+
+def test_runs_of_earlier_versions_with_the_same_prepared_data_are_pairs(tmp_path):
+    runs = [write_run(tmp_path / "a", data="x"), write_run(tmp_path / "b", changes=LR, data="x")]
+    assert compare_rows(runs)[1]["pairs"].value == 1
 
 
 # Verdicts
@@ -114,10 +127,10 @@ def test_only_runs_on_the_same_data_are_pairs(tmp_path, data, pairs, difference)
 def compare_two(
     folder, changes: dict, differences: list[float], first=0.0, second=0.0, last=0.0, **facts
 ) -> str:
-    """The verdict on a variant, compared with a baseline of three seeds.
+    """The verdict on a variant, compared with a baseline that has as many seeds.
 
     changes: of the config of the variant. model.dropout and train.minutes change in both.
-    differences: of the validation losses of the variant's seeds.
+    differences: of the validation losses of the variant's seeds, in percent.
     first, second, last: differences of the training losses at these steps.
     """
     common = {key: changes.get(key) for key in ("model.dropout", "train.minutes")}
@@ -126,11 +139,10 @@ def compare_two(
     losses[1] += second
     losses[-1] += last
     runs = []
-    for seed in (1, 2, 3):
-        facts |= {"val": 3 + seed / 10, "changes": common}
+    for seed, difference in enumerate(differences):
+        facts |= {"val": 3.0, "changes": common}
         runs.append(write_run(folder / f"a{seed}", seed, losses=LOSSES, **facts))
-    for seed, difference in enumerate(differences, 1):
-        facts |= {"val": 3 + seed / 10 + difference, "changes": common | changes}
+        facts |= {"val": 3 + 0.03 * difference, "changes": common | changes}
         runs.append(write_run(folder / f"b{seed}", seed, losses=losses, **facts))
     return compare_rows(runs)[1]["verdict"].value
 
@@ -140,46 +152,31 @@ def compare_two(
     [
         pytest.param(EQUAL, {}, "equal losses", id="equal"),
         pytest.param(
-            [1.0e-7, 1.1e-7, 1.2e-7],
+            [1e-6, 1.0001e-6, 1.0002e-6],
             {"first": 3e-7, "second": 2e-6},
-            "same up to rounding",
+            "equal up to rounding",
             id="rounding, although the interval excludes 0",
         ),
         pytest.param(
-            NOISE,
+            [0.4, -0.5, 0.1],
             {"first": 3e-7, "second": 6e-5, "last": 0.3},
-            "same up to rounding",
+            "equal up to rounding",
             id="chaotic growth",
         ),
+        pytest.param([0.4], {"first": 3e-7}, "equal up to rounding", id="one seed"),
         pytest.param(
-            [0.010, 0.011, 0.0105],
+            [0.40, 0.41, 0.405],
             {"first": 3e-7, "second": 2e-6},
-            "higher loss",
-            id="error late in the training",
+            "worse",
+            id="small error late in the training",
         ),
-        pytest.param([0.1, 0.1, 0.1], {}, "higher loss", id="error of the evaluation"),
+        pytest.param([1.0, 0.9], {"first": 3e-7}, "undecided", id="large error, two seeds"),
+        pytest.param([0.41, 0.4, 0.405], {}, "worse", id="error of the evaluation"),
         pytest.param(
-            NOISE,
-            {"first": 1e-3, "second": 2e-3},
-            "differs from step 1",
-            id="wrong forward pass",
+            [0.1, 0.2, 0.3], {"first": 1e-3, "second": 2e-3}, "differs from step 1", id="forward"
         ),
         pytest.param(
-            NOISE,
-            {"first": 3e-7, "second": 2e-3},
-            "differs from step 2",
-            id="wrong backward pass",
-        ),
-        pytest.param(
-            [1.0, 0.9],
-            {"first": 3e-7, "last": 0.3},
-            "same for 10 steps; later: too few seeds",
-            id="two seeds",
-        ),
-        pytest.param([1e-6], {"first": 3e-7}, "same up to rounding", id="one seed"),
-        # the interval is 0.0025, and three times as wide it contains 0
-        pytest.param(
-            [0.004, 0.003, 0.005], {"first": 3e-7}, "same up to rounding", id="wide interval"
+            [0.1, 0.2, 0.3], {"first": 3e-7, "second": 2e-3}, "differs from step 2", id="backward"
         ),
     ],
 )
@@ -191,36 +188,97 @@ def test_verdict_on_another_implementation(tmp_path, differences, distances, ver
     ("facts", "verdict"),
     [
         ({"dtype": "float32"}, "differs from step 1"),
-        ({"dtype": "bfloat16"}, "same up to rounding"),
-        ({"tf32": True}, "same up to rounding"),
+        ({"dtype": "bfloat16"}, "equal up to rounding"),
+        ({"tf32": True}, "equal up to rounding"),
     ],
 )
 def test_low_precision_may_differ_more(tmp_path, facts, verdict):
-    assert compare_two(tmp_path, KERNEL, NOISE, first=1e-3, second=2e-3, **facts) == verdict
+    differences = [0.1, -0.2, 0.1]
+    assert compare_two(tmp_path, KERNEL, differences, first=1e-3, second=2e-3, **facts) == verdict
 
 
 @pytest.mark.parametrize("changes", [{"model.dropout": 0.1}, {"train.minutes": 1.0}])
 def test_implementations_differ_with_dropout_and_with_a_time_limit(tmp_path, changes):
-    verdict = compare_two(tmp_path, KERNEL | changes, NOISE, first=1e-3)
-    assert verdict == "no difference found"
+    verdict = compare_two(tmp_path, KERNEL | changes, [0.1, -0.2, 0.1], first=1e-3)
+    assert verdict == "undecided"
 
 
 @pytest.mark.parametrize(
     ("differences", "verdict"),
     [
-        pytest.param(NOISE, "no difference found", id="noise"),
-        # the interval is 0.0076
-        pytest.param([0.009, 0.003, 0.005], "no difference found", id="mean within the interval"),
-        pytest.param([-0.010, -0.011, -0.0105], "lower loss", id="lower"),
-        pytest.param([0.010, 0.011, 0.0105], "higher loss", id="higher"),
-        pytest.param([-0.010], "not tested: one pair", id="one pair"),
+        pytest.param([-1.0, -1.1, -1.05], "better", id="better"),
+        pytest.param([1.0, 1.1, 1.05], "worse", id="worse"),
+        # an interval is 3.29 standard deviations wide on each side with four seeds
+        pytest.param([-0.1, 0.1, -0.1, 0.1], "no difference above 0.5 %", id="no difference"),
+        pytest.param([-0.2, 0.2, -0.2, 0.2], "undecided", id="noise"),
+        pytest.param([0.1, 0.11, 0.105], "worse", id="small, but certain"),
+        pytest.param([-1.0, -1.0], "undecided", id="two seeds"),
+        pytest.param([-1.0, -0.2, -1.8], "undecided", id="three seeds with much noise"),
     ],
 )
 def test_verdict_on_another_training(tmp_path, differences, verdict):
     assert compare_two(tmp_path, LR, differences, second=2e-3) == verdict
 
 
-def test_variant_without_a_pair_has_no_verdict_and_no_advice(tmp_path):
+def test_more_settings_need_more_evidence(tmp_path):
+    """With one setting, these differences are a verdict; with five, they are not."""
+    verdicts = []
+    for num_settings in (1, 5):
+        runs = []
+        for setting in range(num_settings + 1):
+            for seed, noise in enumerate([-0.02, 0.02, 0.01, -0.01]):
+                val = 3.0 if setting == 0 else 3.06 + noise
+                folder = tmp_path / f"{num_settings}-{setting}-{seed}"
+                changes = {"optimizer.lr": 0.1 + setting}
+                runs.append(write_run(folder, seed, val=val, changes=changes))
+        verdicts.append(compare_rows(runs)[1]["verdict"].value)
+    assert verdicts == ["worse", "undecided"]
+
+
+def test_variant_without_a_pair_has_no_verdict(tmp_path):
     runs = write_run(tmp_path / "a", 1), write_run(tmp_path / "b", 2, changes=LR)
-    _, row = compare_rows(list(runs))
-    assert (row["verdict"], row["speedup_problem"]) == (Value(), Value())
+    assert compare_rows(list(runs))[1]["verdict"] == Value()
+
+
+# Intervals of a confidence sequence
+
+
+def integrate_likelihood_ratio(values: np.ndarray) -> float:
+    """Likelihood ratio of a mean of delta standard deviations, over that of a mean of 0.
+
+    Averaged over delta ~ N(0, EFFECT_VARIANCE) and over the logarithm of the standard deviation,
+    which is uniform. Sums over a grid approximate the integrals.
+    """
+    log_scales, deltas = np.linspace(-5, 15, 401), np.linspace(-20, 20, 401)
+    standardized = values / np.exp(log_scales)[:, None]
+    squares = np.square(standardized[:, None] - deltas[:, None]).sum(axis=-1)
+    likelihoods = np.exp(-len(values) * log_scales[:, None] - squares / 2)
+    prior = np.exp(-(deltas**2) / (2 * EFFECT_VARIANCE))
+    prior /= prior.sum()
+    return float((likelihoods @ prior).sum() / likelihoods[:, deltas == 0].sum())
+
+
+@pytest.mark.parametrize(("count", "num_comparisons"), [(3, 1), (5, 1), (10, 1), (5, 3), (10, 10)])
+def test_ends_of_the_interval_have_a_likelihood_ratio_of_1_over_the_error_rate(
+    count, num_comparisons
+):
+    values = np.random.default_rng(count).normal(1.0, size=count)
+    difference = estimate_difference(values.tolist(), num_comparisons)
+    for end in (difference.low, difference.high):
+        ratio = integrate_likelihood_ratio(values - end)
+        assert ratio == pytest.approx(20 * num_comparisons, rel=1e-6)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_one_and_two_differences_have_no_interval(count):
+    assert estimate_difference([1.0, 1.1][:count]).low is None
+
+
+def test_at_most_5_percent_of_sequences_exclude_the_true_mean_at_any_look():
+    """Four standard errors above 5 % are 8.9 %. Intervals of Student's t exclude it in 17 %."""
+    sequences = np.random.default_rng(1).normal(size=(500, 10)).tolist()
+    num_wrong = 0
+    for sequence in sequences:
+        looks = [estimate_difference(sequence[:count]) for count in range(3, 11)]
+        num_wrong += any(look.low > 0 or look.high < 0 for look in looks)
+    assert 0 < num_wrong <= 44

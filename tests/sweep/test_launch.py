@@ -5,12 +5,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from comparison_helpers import write_run
 
 from common.errors import EXIT_CODES
 from common.files import read_json
 from sweep import launch
 from sweep.jobs import Job, Outcome
-from sweep.launch import find_missing_jobs, finish_sweep, train_jobs
+from sweep.launch import find_missing_jobs, finish_sweep, run_sweep, train_jobs
+from training.run_folder import write_config
 
 SWEEP = Path("runs/sweeps/s")
 
@@ -73,7 +75,7 @@ def test_sweep_prints_each_outcome(monkeypatch, capsys):
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
 def test_exit_code_of_a_sweep(statuses, status, monkeypatch):
-    def compare(folders, out):
+    def compare(folders, out, negligible):
         return []
 
     def print_nothing(rows, out):
@@ -84,4 +86,83 @@ def test_exit_code_of_a_sweep(statuses, status, monkeypatch):
     monkeypatch.setattr(launch.WandbExport, "start", lambda export, folder: None)
     outcomes = {f"seed={n}": Outcome(status, "") for n, status in enumerate(statuses)}
     jobs = [make_job(1), make_job(2)]
-    assert finish_sweep(SWEEP, jobs, outcomes) == EXIT_CODES[status]
+    assert finish_sweep(SWEEP, jobs, outcomes, 0.005) == EXIT_CODES[status]
+
+
+# Sweeps that stop when all settings have a verdict
+
+LOSSES = {"first": 2.0, "better": 1.9, "equal": 2.0, "noise": 2.0}
+NOISE = [0.0, 0.1, -0.1, 0.05, -0.1, 0.0, 0.1]  # by seed
+NOISE_SCALES = {"first": 0.001, "better": -0.001, "equal": -0.001, "noise": 1.0}
+
+
+def train_quickly(job: Job) -> Outcome:
+    """Write the run of a job, with the loss of its setting and the noise of its seed."""
+    name = job.config["model"]["name"]
+    seed = job.config["seed"]
+    if name == "refused":
+        write_run(job.folder, seed, status="refused", changes={"model.name": name})
+        return Outcome("refused", "no")
+    noise = NOISE[seed] * NOISE_SCALES[name]
+    loss = LOSSES[name] + noise
+    write_run(job.folder, seed, val=loss, losses=[loss] * 8, changes={"model.name": name})
+    write_config(job.folder, job.config)
+    (job.folder / "checkpoints").mkdir()
+    (job.folder / "checkpoints/last.pt").touch()
+    return Outcome("finished", "")
+
+
+def run_automatic_sweep(monkeypatch, *names: str, max_seeds: int = 6) -> list[str]:
+    """Run a sweep of models with these names. Returns the trained jobs, as in first-1."""
+    trained = []
+
+    def train_job(job: Job) -> Outcome:
+        trained.append(job.name)
+        return train_quickly(job)
+
+    monkeypatch.setattr(launch, "train_job", train_job)
+    jobs = []
+    for seed in range(1, max_seeds + 1):
+        for name in names:
+            config = {
+                "seed": seed,
+                "model": {"name": name},
+                "sweep": {"difference": 0.005},
+                "train": {"steps": 8},
+                "wandb": {"mode": "disabled"},
+            }
+            jobs.append(Job(f"{name}-{seed}", SWEEP / f"{name}-{seed}", [], config))
+    assert run_sweep(jobs, stops_early=True) == 0
+    return trained
+
+
+def test_sweep_trains_more_seeds_of_undecided_settings_and_of_the_first(workdir, monkeypatch):
+    trained = run_automatic_sweep(monkeypatch, "first", "better", "noise", max_seeds=5)
+    assert [trained.count(f"better-{seed}") for seed in range(1, 6)] == [1, 1, 1, 1, 0]
+    for name in ("first", "noise"):
+        assert [trained.count(f"{name}-{seed}") for seed in range(1, 6)] == [1] * 5
+
+
+def test_sweep_ends_when_all_settings_have_a_verdict(workdir, monkeypatch, capsys):
+    trained = run_automatic_sweep(monkeypatch, "first", "better", "equal")
+    assert len(trained) < 18
+    printed = capsys.readouterr().out
+    assert "better-1: better by 5.00 %" in printed
+    assert "equal-1: no difference above 0.5 %" in printed
+
+
+def test_sweep_that_is_started_again_with_a_higher_maximum_continues(workdir, monkeypatch):
+    first = run_automatic_sweep(monkeypatch, "first", "noise", max_seeds=4)
+    assert run_automatic_sweep(monkeypatch, "first", "noise", max_seeds=4) == []
+    assert len(first) == 8
+    assert run_automatic_sweep(monkeypatch, "first", "noise", max_seeds=5) == ["first-5", "noise-5"]
+
+
+def test_setting_that_cannot_run_is_not_tried_again(workdir, monkeypatch):
+    trained = run_automatic_sweep(monkeypatch, "first", "refused", "better")
+    assert trained.count("refused-1") == 1
+    assert "refused-2" not in trained
+
+
+def test_sweep_ends_if_its_first_setting_cannot_run(workdir, monkeypatch):
+    assert run_automatic_sweep(monkeypatch, "refused", "first") == ["refused-1", "first-1"]
