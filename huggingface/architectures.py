@@ -156,7 +156,9 @@ def find_architecture(config: GPTConfig) -> str:
     is_equal = all(getattr(config, key) == value for key, value in needed.items())
     # GPT-2 has no grouped-query attention
     has_heads = model_type == "llama" or config.kv_heads == config.n_head
-    if is_equal and has_heads and config.mlp in architecture.mlps:
+    # Llama rotates all channels
+    has_positions = model_type == "gpt2" or config.rotary_channels == config.head_dim
+    if is_equal and has_heads and has_positions and config.mlp in architecture.mlps:
         return model_type
     return "trilgpt"
 
@@ -169,7 +171,8 @@ def to_config_json(config: GPTConfig, model_type: str) -> dict[str, Any]:
             "mlp_width": config.mlp_channels,
         }
         del settings["name"], settings["pad_vocab_multiple"]  # the weights have no padding rows
-        return settings | TRILGPT | {"settings": list(settings)}
+        derived = {"settings": list(settings), "rotary_channels": config.rotary_channels}
+        return settings | TRILGPT | derived
     architecture = ARCHITECTURES[model_type]
     settings = asdict(config) | {
         "n_kv_head": config.kv_heads,

@@ -2,8 +2,7 @@
 
 Attention is computed by its formula, with all scores in memory. attention_mask (B, S) has the
 document id of each token, or 0 for padding. Tokens attend within their document, which is
-contiguous, and positions start at 0 in each. Rotary positions can exceed block_size: a token then
-attends to the last block_size tokens.
+contiguous, and positions start at 0 in each. Rotary ones can exceed block_size, the largest window.
 
 B batch, T new tokens, S cached and new tokens, C channels, D channels of a head, H heads of
 queries, G heads of keys and values.
@@ -31,12 +30,12 @@ class TrilGPTConfig(PretrainedConfig):
 
     vocab_size, n_layer, n_embd, bias, dropout, tie_embeddings
     block_size                  context length in tokens
-    norm, position              rmsnorm or layernorm; rotary or learned
+    norm, qk_norm               rmsnorm or layernorm; normalize queries and keys
+    position, rotary_channels   rotary or learned; rotated channels of a head
     mlp, mlp_width              gelu, gelu_tanh, relu2 or swiglu; its width
     n_head, n_kv_head           query heads; key/value heads that they share
     attention_type              softmax or linear
     window                      keys per query, or None: block_size. Lists repeat over the layers.
-    qk_norm                     normalize queries and keys
     key_offset                  half of each key's channels are those of the token before
     attention_softcap, logit_softcap   bounds of the attention scores and the logits, or None
     max_ngram, ngram_table_size longest n-gram; rows of the table that n-grams are hashed into
@@ -129,8 +128,6 @@ class Attention(nn.Module):
         self.window = value_of_layer(config.window, layer) or config.block_size
         self.attention_type = value_of_layer(config.attention_type, layer)
         self.head_dim = config.n_embd // config.n_head
-        shifted_channels = 2 * (self.head_dim // 4) if config.key_offset else 0
-        self.rotary_channels = self.head_dim - shifted_channels
         qkv_channels = (config.n_head + 2 * config.n_kv_head) * self.head_dim
         self.qkv = nn.Linear(config.n_embd, qkv_channels, bias=config.bias)
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
@@ -138,25 +135,26 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, positions: Tensor, distances: Tensor, cache) -> Tensor:
         config = self.config
         B, T, C = x.shape
-        H, G = config.n_head, config.n_kv_head
-        heads = self.qkv(x).view(B, T, H + 2 * G, self.head_dim).transpose(1, 2)
+        H, G, D = config.n_head, config.n_kv_head, self.head_dim
+        heads = self.qkv(x).view(B, T, H + 2 * G, D).transpose(1, 2)
         qk, v = heads.split((H + G, G), dim=1)
         if config.qk_norm:
-            qk = F.rms_norm(qk.float(), (self.head_dim,))
-        if config.position == "rotary":
-            qk = rotate(qk, positions[:, -T:], self.rotary_channels)  # in float32
+            qk = F.rms_norm(qk.float(), (D,))
         q, k = qk.type_as(v).split((H, G), dim=1)  # (B, H, T, D), (B, G, T, D)
-        k, v = cache.update(k, v, self.layer)  # (B, G, S, D)
+        k, v = cache.update(k, v, self.layer)  # (B, G, S, D), not yet rotated
         if config.key_offset:
-            rotated, shifted = k.tensor_split((self.rotary_channels,), dim=-1)
-            k = torch.cat((rotated, look_back(shifted, positions, 1)), dim=-1)
+            kept, shifted = k.tensor_split((D - 2 * (D // 4),), dim=-1)
+            k = torch.cat((kept, look_back(shifted, positions, 1)), dim=-1)
+        if config.position == "rotary":  # in float32
+            q = rotate(q, positions[:, -T:], config.rotary_channels).type_as(v)
+            k = rotate(k, positions, config.rotary_channels).type_as(v)
         k = k.repeat_interleave(H // G, dim=1)  # (B, H, S, D)
         v = v.repeat_interleave(H // G, dim=1)
         if self.attention_type == "linear":
             with torch.autocast(x.device.type, enabled=False):  # sums in float32
                 scores = (linear_features(q.float()) @ linear_features(k.float()).mT).log()
         else:
-            scores = q @ k.mT / self.head_dim**0.5  # (B, H, T, S)
+            scores = q @ k.mT / D**0.5  # (B, H, T, S)
             scores = apply_softcap(scores, config.attention_softcap)
         is_visible = (distances >= 0) & (distances < self.window)
         weights = scores.float().masked_fill(~is_visible, -torch.inf).softmax(dim=-1)

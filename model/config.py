@@ -50,8 +50,10 @@ class GPTConfig:
     window: int | list[int | None] | None = setting(None, 1, 10**9)
     # normalize queries and keys
     qk_norm: bool = True
-    # rotate half of the channels only, and take the other half of each key from the previous token
+    # take the last half of each key's channels from the previous token, before they are rotated
     key_offset: bool = True
+    # fraction of the channels that rotary positions rotate; None: 1, or 0.5 with a key offset
+    rotary_fraction: float | None = setting(None, above=0, high=1)
     # bound of the attention scores (Gemma 2: 50)
     attention_softcap: float | None = setting(None, above=0, high=1e6)
     # bound of the logits (Gemma 2: 30)
@@ -125,6 +127,12 @@ class GPTConfig:
                 f"not {self.head_dim}; "
                 f"set model.n_embd={2 * self.n_embd}, or model.position=learned",
             ),
+            (
+                "rotary_fraction",
+                self.rotary_fraction is None or self.position == "rotary",
+                f"has no effect with model.position={self.position}; "
+                "set null, or model.position=rotary",
+            ),
         ]
 
     @property
@@ -150,12 +158,14 @@ class GPTConfig:
 
     @property
     def rotary_channels(self) -> int:
-        """Channels of each query and key that rotary positions rotate.
+        """The first channels of each query and key, which rotary positions rotate.
 
-        A key offset shifts the other ones: half of all channels, or one less if half is odd.
+        Their number is rounded up to an even one.
         """
-        shifted_channels = 2 * (self.head_dim // 4) if self.key_offset else 0
-        return self.head_dim - shifted_channels
+        fraction = self.rotary_fraction
+        if fraction is None:
+            fraction = 0.5 if self.key_offset else 1.0
+        return 2 * math.ceil(fraction * self.head_dim / 2)
 
     @property
     def mlp_channels(self) -> int:

@@ -8,8 +8,8 @@ The options beyond GPT-2 (Radford et al., 2019):
 - MLP: squared ReLU (Primer, So et al., arXiv:2109.08668) or SwiGLU (Shazeer, arXiv:2002.05202)
 - grouped-query attention (GQA, Ainslie et al., arXiv:2305.13245)
 - normalized queries and keys (QK-norm, Henry et al., arXiv:2010.04245)
-- a key offset (github.com/KellerJordan/modded-nanogpt/pull/169): rotary positions for half of the
-  channels only, and the other half of each key is taken from the previous token
+- a key offset (github.com/KellerJordan/modded-nanogpt/pull/169): half of each key is taken from the
+  previous token, and by default, rotary positions rotate the other half only
 - a sliding window per layer (Longformer, Beltagy et al., arXiv:2004.05150), and a document mask
 - linear attention (Katharopoulos et al., arXiv:2006.16236) in all layers or in some
 - softcaps of attention scores and logits (model/layers.py)
@@ -105,12 +105,12 @@ class CausalSelfAttention(nn.Module):
         qk, v = heads.split((config.n_head + config.kv_heads, config.kv_heads), dim=2)
         if config.qk_norm:
             qk = rms_norm(qk)
+        if config.key_offset:
+            qk = self.offset_keys(qk, shared)
         if shared.rotary is not None:
             qk = apply_rotary(qk, *shared.rotary)
         # norm and rotation compute in float32: return to the dtype of v
         q, k = qk.type_as(v).split((config.n_head, config.kv_heads), dim=2)
-        if config.key_offset:
-            k = self.offset_keys(k, shared)
         positions = None  # index of each query among the keys; None: the last ones
         if shared.kv_cache is not None:
             k, v, positions = shared.kv_cache.update(self.layer, k, v)
@@ -127,19 +127,24 @@ class CausalSelfAttention(nn.Module):
         y = self.proj(y.reshape(B, T, C))  # (B, T, C)
         return F.dropout(y, config.dropout, self.training)
 
-    def offset_keys(self, k: Tensor, shared: SharedInputs) -> Tensor:
-        """Take the channels of k (B, T, G, D) without rotation from the previous token.
+    def offset_keys(self, qk: Tensor, shared: SharedInputs) -> Tensor:
+        """Take the last half of each key in qk (B, T, H + G, D) from the previous token.
 
         One layer can then act as an induction head: a query that matches an earlier copy of its
         token reads the token after it.
+
+        Call this before the rotation, so that both halves of a key are rotated by its position.
+        Otherwise, scores would depend on more than distances: rotated pairs contain both halves.
         """
-        R = self.config.rotary_channels
-        rotated, shifted = k.split((R, self.config.head_dim - R), dim=-1)
+        q, k = qk.split((self.config.n_head, self.config.kv_heads), dim=2)
+        shifted_channels = 2 * (k.shape[3] // 4)
+        kept, shifted = k.tensor_split((k.shape[3] - shifted_channels,), dim=3)
         if shared.kv_cache is not None:
             shifted = shared.kv_cache.shift_keys(self.layer, shifted)
         else:
             shifted = previous_in_document(shifted, shared.doc_ids)
-        return torch.cat((rotated, shifted), dim=-1)
+        k = torch.cat((kept, shifted), dim=3)
+        return torch.cat((q, k), dim=2)
 
 
 def swiglu(x: Tensor) -> Tensor:

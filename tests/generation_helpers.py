@@ -22,6 +22,8 @@ VARIANTS = {
     "modern": MODERN,
     "grouped": GROUPED,
     "windowed": WINDOWED,
+    "half rotated": GROUPED | dict(key_offset=False, rotary_fraction=0.5),
+    "offset, all rotated": WINDOWED | dict(rotary_fraction=1.0),
     "offset": GPT2 | dict(key_offset=True),
     "one": GPT2 | dict(block_size=1, key_offset=True),
     "linear": GPT2 | dict(attention_type="linear"),

@@ -24,6 +24,7 @@ GPT2 = dict(
     window=None,
     qk_norm=False,
     key_offset=False,
+    rotary_fraction=None,
     attention_softcap=None,
     logit_softcap=None,
     tie_embeddings=True,
@@ -46,6 +47,12 @@ GROUPED = MODERN | dict(n_kv_head=2, mlp="swiglu")
 VARIANTS = pytest.mark.parametrize(
     "variant", [GPT2, MODERN, GROUPED], ids=["gpt2", "modern", "grouped"]
 )
+# Half of the channels rotated or all of them, without and with a key offset.
+ROTARY = {
+    f"{name}, {fraction:g} rotated": GROUPED | dict(key_offset=offset, rotary_fraction=fraction)
+    for name, offset in (("no offset", False), ("offset", True))
+    for fraction in (0.5, 1.0)
+}
 
 
 def make_model(variant, vocab_size=50, attend=naive, seed=0):

@@ -6,9 +6,10 @@ from contextlib import chdir
 
 import pytest
 import torch
+import torch.nn.functional as F
 from generation_helpers import BYTES, MIXED, make_peaked_model, make_random_model
 from helpers import TEXT, metrics, run_command, summary, train_here
-from model_helpers import GPT2, VARIANTS, make_model, random_tokens
+from model_helpers import GPT2, GROUPED, MODERN, ROTARY, make_model, random_tokens
 
 import sample
 from common.errors import UserError
@@ -36,20 +37,26 @@ PNG = b"\x89PNG"
 # Weights
 
 
-def head_input(attn, x, rotary, head, D):
-    """Queries or keys (T, D) of one head, after QK-norm and rotary positions."""
+def head_input(attn, x, rotary, head, D, key_offset=False):
+    """Queries or keys (T, D) of one head, after QK-norm, key offset and rotary positions."""
     rows = slice(head * D, (head + 1) * D)
     y = x @ attn.qkv.weight[rows].T
     if attn.qkv.bias is not None:
         y = y + attn.qkv.bias[rows]
     if attn.config.qk_norm:
         y = y / (y.square().mean(-1, keepdim=True) + EPS).sqrt()
+    if key_offset:
+        y = torch.cat((y[:, : D // 2], F.pad(y[:-1, D // 2 :], (0, 0, 1, 0))), dim=1)
     if rotary is not None:
         y = apply_rotary(y[None, :, None], *rotary)[0, :, 0]
     return y
 
 
-@VARIANTS
+@pytest.mark.parametrize(
+    "variant",
+    [GPT2, MODERN, GROUPED, *ROTARY.values()],
+    ids=["gpt2", "modern", "grouped", *ROTARY],
+)
 def test_weights_equal_the_formula(variant):
     """The expected weights are computed head by head and query by query, in float64."""
     model = make_peaked_model(variant).double().eval()
@@ -65,10 +72,7 @@ def test_weights_equal_the_formula(variant):
         for head in range(4):
             key_head = 4 + head // (4 // model.config.kv_heads)  # after the 4 query heads
             q = head_input(attn, x[0], shared.rotary, head, D)
-            k = head_input(attn, x[0], shared.rotary, key_head, D)
-            if model.config.key_offset:
-                k[1:, D // 2 :] = k[:-1, D // 2 :].clone()
-                k[0, D // 2 :] = 0
+            k = head_input(attn, x[0], shared.rotary, key_head, D, model.config.key_offset)
             for i in range(T):
                 scores = k[: i + 1] @ q[i] / math.sqrt(D)
                 expected[layer, head, i, : i + 1] = scores.softmax(0)

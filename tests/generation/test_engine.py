@@ -84,8 +84,9 @@ def test_sample_depends_on_its_seed():
 
 
 def test_generate_does_not_use_the_global_random_numbers():
+    model = make_random_model(MODERN)
     state = torch.get_rng_state()
-    generate_sample(make_random_model(MODERN), seed=1)
+    generate_sample(model, seed=1)
     assert torch.equal(state, torch.get_rng_state())
 
 

@@ -27,6 +27,7 @@ EXPORTABLE = {
     "gpt2, no bias, narrow": GPT2 | PADDED | {"mlp": "gelu", "bias": False, "mlp_width": 48},
     "gpt2, relu2, untied": GPT2 | PADDED | {"mlp": "relu2", "tie_embeddings": False},
     "llama": LLAMA,
+    "llama, fraction": LLAMA | {"rotary_fraction": 1.0},
     "llama, tied, one head per query": LLAMA
     | {"tie_embeddings": True, "n_kv_head": None, "mlp_width": 40},
 }
@@ -95,6 +96,14 @@ def test_imported_config_is_the_exported_one(exported):
     assert exported.content.get("n_ctx") in (None, before.block_size)  # for llama.cpp
     for key in ("mlp", "mlp_channels", "kv_heads", "tie_embeddings", "norm", "position"):
         assert getattr(config, key) == getattr(before, key), key
+
+
+def test_config_from_before_rotary_fraction_is_imported():
+    content = to_config_json(GPTConfig(**MODERN), "trilgpt")
+    del content["rotary_fraction"], content["rotary_channels"]
+    content["settings"].remove("rotary_fraction")
+    config = from_config_json(content, "config.json")
+    assert config.rotary_channels == GPTConfig(**MODERN).rotary_channels == 4
 
 
 def test_imported_weights_are_the_exported_ones(exported):
@@ -229,12 +238,14 @@ def test_llama_without_rms_norm_eps_has_another_default_and_is_refused():
         LLAMA | {"attention_type": "linear"},
         LLAMA | {"logit_softcap": 30.0},
         LLAMA | {"bias": True},
+        LLAMA | {"rotary_fraction": 0.5},
+        LLAMA | {"rotary_fraction": 1.0, "key_offset": True},
         LLAMA | {"mlp": "relu2"},
         GPT2 | {"n_kv_head": 2},
         GPT2 | {"mlp": "swiglu"},
         GPT2 | {"norm": "rmsnorm"},
     ],
-    ids=range(9),
+    ids=range(11),
 )
 def test_other_architecture_has_its_own_class(settings):
     assert find_architecture(GPTConfig(**settings)) == "trilgpt"

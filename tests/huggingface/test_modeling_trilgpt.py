@@ -14,7 +14,7 @@ from generation_helpers import VARIANTS, greedy
 from helpers import BYTE, TEXT
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from model_helpers import GPT2, LLAMA, MODERN, random_tokens
+from model_helpers import GPT2, LLAMA, MODERN, ROTARY, random_tokens
 
 from common.errors import UserError
 from data.tokenizer import to_spec
@@ -57,7 +57,8 @@ OPTIONS = {
     "odd half of the head size": MODERN | {"n_embd": 24},
     "narrow MLP": MODERN | {"mlp_width": 12},
     "one channel per head": GPT2 | {"n_embd": 4, "key_offset": True},
-} | {f"mlp {name}": GPT2 | {"mlp": name} for name in MLPS}
+}
+OPTIONS |= {f"mlp {name}": GPT2 | {"mlp": name} for name in MLPS} | ROTARY
 
 
 def make_model(variant: dict, vocab_size: int = V) -> GPT:
@@ -134,6 +135,7 @@ def random_variants(draw) -> dict:
     windows = st.one_of(st.none(), st.integers(1, 30))
     window = draw(st.lists(windows, min_size=1, max_size=n_layer))
     softcaps = st.sampled_from([None, 1.0, 10.0])
+    fractions = st.sampled_from([None, 0.3, 0.5, 1.0])
     return {
         "n_layer": n_layer,
         "n_head": n_head,
@@ -149,6 +151,7 @@ def random_variants(draw) -> dict:
         "window": window if types.count("softmax") == len(types) else None,
         "qk_norm": draw(st.booleans()),
         "key_offset": draw(st.booleans()),
+        "rotary_fraction": draw(fractions) if position == "rotary" else None,
         "attention_softcap": draw(softcaps) if "softmax" in types else None,
         "logit_softcap": draw(softcaps),
         "tie_embeddings": draw(st.booleans()),
@@ -167,9 +170,9 @@ def test_logits_are_equal_for_random_combinations(variant):
 def test_every_setting_of_the_model_is_in_the_exported_code():
     names = {field.name for field in fields(GPTConfig)}
     code = Path(modeling_trilgpt.__file__).read_text(encoding="utf-8")
-    # the weights have no padding
     missing = {name for name in names if f"config.{name}" not in code}
-    assert missing == {"name", "pad_vocab_multiple", "tie_embeddings"}  # transformers ties weights
+    # the weights have no padding, transformers ties weights, rotary_channels is in config.json
+    assert missing == {"name", "pad_vocab_multiple", "tie_embeddings", "rotary_fraction"}
 
 
 @torch.no_grad()

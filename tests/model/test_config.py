@@ -23,6 +23,8 @@ def test_window_rejects_invalid_values(window):
         ({"max_ngram": 0}, "at least 1"),
         ({"ngram_table_size": 0}, "at least 1"),
         ({"attention_softcap": 0.0}, "above 0"),
+        ({"rotary_fraction": 0.0}, "above 0"),
+        ({"rotary_fraction": 1.5}, "at most 1"),
         ({"dropout": 1.0}, "below 1"),
         ({"dropout": -0.1}, "at least 0"),
         ({"dropout": math.nan}, "at least 0"),
@@ -58,6 +60,22 @@ def test_learned_positions_allow_an_odd_head_dim():
 def test_key_offset_rotates_an_even_number_of_channels(head_dim, rotated):
     config = GPTConfig(**MODERN | dict(n_embd=4 * head_dim))
     assert config.rotary_channels == rotated
+
+
+@pytest.mark.parametrize("key_offset", [False, True])
+@pytest.mark.parametrize(
+    ("head_dim", "fraction", "rotated"),
+    [(16, 1.0, 16), (16, 0.5, 8), (6, 0.5, 4), (2, 0.5, 2), (16, 0.1, 2), (16, 1e-9, 2)],
+)
+def test_rotary_fraction_rounds_up_to_an_even_number(head_dim, fraction, rotated, key_offset):
+    changed = dict(n_embd=4 * head_dim, rotary_fraction=fraction, key_offset=key_offset)
+    assert GPTConfig(**MODERN | changed).rotary_channels == rotated
+
+
+def test_rotary_fraction_with_learned_positions_is_refused():
+    message = r"^model.rotary_fraction=1\.0 has no effect with model.position=learned; set null, or"
+    with pytest.raises(UserError, match=message):
+        GPTConfig(**GPT2 | dict(rotary_fraction=1.0))
 
 
 def test_attention_softcap_without_softmax_layers_is_refused():

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import TRAINS_ON_CPU
-from model_helpers import GPT2, GROUPED, MODERN, VARIANTS, make_model, random_tokens
+from model_helpers import GPT2, GROUPED, MODERN, ROTARY, VARIANTS, make_model, random_tokens
 
 from common.errors import UserError
 from model.attention import BACKENDS, naive
@@ -32,17 +32,26 @@ def test_initialisation_follows_the_table_in_the_docstring(variant):
             assert abs(p.mean().item()) < 5 * std / math.sqrt(p.numel()), name
 
 
-@pytest.mark.parametrize("name", TRAINS_ON_CPU)
-@VARIANTS
-@pytest.mark.parametrize("i", [0, 3, 7])
-def test_model_is_causal_by_gradient(name, variant, i):
+def assert_causal(model, i):
     """Logits at position i depend on the embeddings of tokens 0 to i only."""
-    model = make_model(variant, attend=BACKENDS[name].attend)
     tokens = torch.arange(8).unsqueeze(0)  # each row of wte belongs to one position
     score = model(tokens)[0, i, 40:].square().sum()
     (gradient,) = torch.autograd.grad(score, model.wte.weight)
     is_reached = gradient[:8].abs().sum(-1) > 0
     assert is_reached.tolist() == [j <= i for j in range(8)]
+
+
+@pytest.mark.parametrize("name", TRAINS_ON_CPU)
+@VARIANTS
+@pytest.mark.parametrize("i", [0, 3, 7])
+def test_model_is_causal_by_gradient(name, variant, i):
+    assert_causal(make_model(variant, attend=BACKENDS[name].attend), i)
+
+
+@pytest.mark.parametrize("variant", ROTARY.values(), ids=ROTARY)
+@pytest.mark.parametrize("i", [0, 3, 7])
+def test_rotary_fraction_and_key_offset_are_causal_by_gradient(variant, i):
+    assert_causal(make_model(variant), i)
 
 
 @pytest.mark.parametrize("name", TRAINS_ON_CPU)
@@ -92,7 +101,7 @@ def test_dropout_is_where_gpt2_has_it(monkeypatch):
 # Positions and the key offset
 
 
-def queries_and_keys(variant) -> tuple[torch.Tensor, torch.Tensor]:
+def queries_and_keys(variant, positions=None) -> tuple[torch.Tensor, torch.Tensor]:
     """q (B, T, H, D) and k (B, T, G, D) of the first layer."""
     recorded = []
 
@@ -100,17 +109,54 @@ def queries_and_keys(variant) -> tuple[torch.Tensor, torch.Tensor]:
         recorded.append((q, k))
         return naive(q, k, v, **options)
 
-    make_model(variant, attend=attend)(random_tokens())
+    make_model(variant, attend=attend).backbone(random_tokens(), positions=positions)
     return recorded[0]
 
 
-def test_key_offset_takes_half_of_the_channels_from_the_previous_key():
-    q, k = queries_and_keys(GROUPED | dict(position="learned", key_offset=True))
-    plain_q, plain_k = queries_and_keys(GROUPED | dict(position="learned", key_offset=False))
+@pytest.mark.parametrize(
+    "changed",
+    [dict(position="learned"), dict(rotary_fraction=0.5), dict(rotary_fraction=1.0)],
+    ids=["learned", "0.5", "1"],
+)
+def test_key_offset_takes_half_of_the_channels_from_the_previous_key(changed):
+    """At position 0, where the angles of rotary positions are zero."""
+    zeros = torch.zeros(1, 24, dtype=torch.int64)
+    q, k = queries_and_keys(GROUPED | changed | dict(key_offset=True), zeros)
+    plain_q, plain_k = queries_and_keys(GROUPED | changed | dict(key_offset=False), zeros)
     assert torch.equal(q, plain_q)
     assert torch.equal(k[..., :4], plain_k[..., :4])
     assert torch.equal(k[:, 1:, :, 4:], plain_k[:, :-1, :, 4:])
     assert (k[:, 0, :, 4:] == 0).all()
+
+
+@pytest.mark.parametrize("key_offset", [False, True])
+@pytest.mark.parametrize(("fraction", "rotated"), [(0.25, 2), (0.5, 4), (1.0, 8)])
+def test_rotary_positions_change_the_first_channels_only(fraction, rotated, key_offset):
+    variant = GROUPED | dict(rotary_fraction=fraction, key_offset=key_offset)
+    positions = torch.zeros(1, 24, dtype=torch.int64)
+    for x, shifted in zip(
+        queries_and_keys(variant, positions), queries_and_keys(variant, positions + 3), strict=True
+    ):
+        is_rotated = (x != shifted).any(dim=(0, 1, 2))
+        assert is_rotated.tolist() == [i < rotated for i in range(8)]
+
+
+@pytest.mark.parametrize("variant", ROTARY.values(), ids=ROTARY)
+def test_scores_of_rotary_positions_depend_on_distances_only(variant):
+    model = make_peaked_model(variant)
+    positions = torch.arange(24).unsqueeze(0)
+    x = model.backbone(random_tokens(), positions=positions)
+    shifted = model.backbone(random_tokens(), positions=positions + 5)
+    torch.testing.assert_close(shifted, x, atol=1e-4, rtol=1e-4)
+    stretched = model.backbone(random_tokens(), positions=2 * positions)
+    assert not torch.allclose(stretched, x, atol=1e-2)
+
+
+@pytest.mark.parametrize(("key_offset", "fraction"), [(False, 1.0), (True, 0.5)])
+def test_default_rotary_fraction_is_half_with_a_key_offset(key_offset, fraction):
+    variant = MODERN | dict(key_offset=key_offset)
+    explicit = make_model(variant | dict(rotary_fraction=fraction))
+    assert torch.equal(make_model(variant)(random_tokens()), explicit(random_tokens()))
 
 
 # Softcaps
@@ -157,14 +203,22 @@ def logits_of_documents(model, tokens):
     return masked, torch.cat(single, dim=1)
 
 
-@VARIANTS
-@pytest.mark.parametrize("name", TRAINS_ON_CPU)
-def test_masked_documents_have_the_logits_of_single_documents(variant, name):
-    model = make_model(variant, attend=BACKENDS[name].attend)
+def assert_documents_are_isolated(model):
     tokens = random_tokens(B=1)
     masked, single = logits_of_documents(model, tokens)
     torch.testing.assert_close(masked, single, atol=1e-5, rtol=1e-4)
     assert not torch.allclose(model(tokens), single, atol=1e-3), "the mask has no effect"
+
+
+@VARIANTS
+@pytest.mark.parametrize("name", TRAINS_ON_CPU)
+def test_masked_documents_have_the_logits_of_single_documents(variant, name):
+    assert_documents_are_isolated(make_model(variant, attend=BACKENDS[name].attend))
+
+
+@pytest.mark.parametrize("variant", ROTARY.values(), ids=ROTARY)
+def test_rotary_fraction_and_key_offset_keep_documents_apart(variant):
+    assert_documents_are_isolated(make_model(variant))
 
 
 @pytest.mark.parametrize(

@@ -190,14 +190,23 @@ def test_all_differences_are_listed():
         check_change(config)
 
 
-def test_run_from_before_a_key_existed_has_its_old_value():
-    old = change("model.key_offset", False)
-    saved = make_checkpoint_header(old, META)
-    del saved["model_config"]["key_offset"]
-    del saved["identity"]["model.key_offset"]
-    check_identity(Path("runs/a"), saved, make_checkpoint_header(old, META))
-    with pytest.raises(UserError, match=r"with model.key_offset=false \(now true\);"):
-        check_identity(Path("runs/a"), saved, make_checkpoint_header(CONFIG, META))
+@pytest.mark.parametrize(
+    ("key", "old", "new", "message"),
+    [
+        ("key_offset", False, True, r"with model.key_offset=false \(now true\);"),
+        ("rotary_fraction", None, 1.0, r"with model.rotary_fraction=null \(now 1.0\);"),
+    ],
+    ids=["key_offset", "rotary_fraction"],
+)
+def test_run_from_before_a_key_existed_has_its_old_value(key, old, new, message):
+    config = change(f"model.{key}", old)
+    saved = make_checkpoint_header(config, META)
+    del saved["model_config"][key]
+    del saved["identity"][f"model.{key}"]
+    check_identity(Path("runs/a"), saved, make_checkpoint_header(config, META))
+    with pytest.raises(UserError, match=message):
+        header = make_checkpoint_header(change(f"model.{key}", new), META)
+        check_identity(Path("runs/a"), saved, header)
 
 
 @pytest.mark.parametrize(
