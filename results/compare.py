@@ -36,11 +36,9 @@ from results.metrics import (
 )
 from results.plots import plot_comparison
 from results.read import WHAT_TO_SET, Variant, read_table, read_variants
-from results.speedup import MAX_SPREAD, list_lengths, measure_speedups
 from results.statistics import (
     ERROR_RATE,
     compare_losses,
-    computes_same_function,
     divergence,
     estimate_difference,
     estimate_mean,
@@ -53,6 +51,7 @@ Row = dict[str, Value]
 
 FILES = ("comparison.png", "comparison.csv")
 UNKNOWN = EN_DASH = "–"  # noqa: RUF001
+MAX_SPREAD = 1.5  # upper / lower quartile of step times; a larger ratio means a busy machine
 
 
 def compare(folders: list[Path], out: Path, negligible: float) -> list[Row]:
@@ -112,12 +111,10 @@ def print_history(sweeps: Path) -> None:
 
 def compare_variants(variants: list[Variant], negligible: float) -> list[Row]:
     """Make a row for each variant: a Value for each metric that the registry compares."""
-    lengths = list_lengths(variants)
     rows = []
     for variant in variants:
         row = {name: _summarize(variant, name) for name in METRICS if METRICS[name].compare}
-        row |= _compare_losses(variant, variants[0], len(variants) - 1, negligible)
-        row |= _compare_speed(variant, variants[0], lengths)
+        row |= _compare_with_baseline(variant, variants[0], len(variants) - 1, negligible)
         rows.append(row)
     return rows
 
@@ -134,10 +131,10 @@ def _summarize(variant: Variant, name: str) -> Value:
     return _join_distinct(run.summary.get(name) for run in variant.runs)
 
 
-def _compare_losses(
+def _compare_with_baseline(
     variant: Variant, baseline: Variant, num_comparisons: int, negligible: float
 ) -> Row:
-    """Compute the verdict, and what it depends on."""
+    """Compute the metrics that the registry names COMPUTED or DIFFERENCE."""
     pairs = find_pairs(variant, baseline)
     differences = compare_losses(pairs)
     difference = estimate_difference(differences, num_comparisons)
@@ -153,17 +150,6 @@ def _compare_losses(
         "verdict": Value(verdict),
         "first_divergence": Value(distances.get(1)),
         "divergence": Value(max(distances.values(), default=None)),
-    }
-
-
-def _compare_speed(variant: Variant, baseline: Variant, lengths: dict[int, Variant]) -> Row:
-    speedup, per_step, problem = measure_speedups(variant, baseline, lengths)
-    if computes_same_function(variant.config, baseline.config):
-        problem = None
-    return {
-        "speedup": speedup,
-        "speedup_per_step": per_step,
-        "speedup_problem": Value(problem),
     }
 
 
@@ -259,7 +245,6 @@ def list_notes(rows: list[Row]) -> list[str]:
         notes.append("± is the 95 % confidence interval of the mean over seeds (Student's t).")
     if "undecided" in _distinct(rows, "verdict"):
         notes.append("Undecided settings need more seeds; seed=auto trains as many as are needed.")
-    notes += _distinct(rows, "speedup_problem")
     step_times = [row["step_ms"] for row in rows if row["step_ms"].low is not None]
     if any(times.high > MAX_SPREAD * times.low for times in step_times):
         notes.append(
@@ -275,10 +260,12 @@ def list_notes(rows: list[Row]) -> list[str]:
         notes.append(f"The vocabularies differ: {advice}.")
     elif len(_distinct(rows, "data")) > 1:
         notes.append("Losses are not comparable: the texts differ.")
-    for row in rows:
-        if row["error"].value is not None:
-            notes.append(": ".join(row[name].value for name in ("variant", "status", "error")))
-    return notes
+    failed = [row for row in rows if row["error"].value is not None]
+    return notes + [describe_failure(row) for row in failed]
+
+
+def describe_failure(row: Row) -> str:
+    return ": ".join(row[name].value for name in ("variant", "status", "error"))
 
 
 def _distinct(rows: list[Row], name: str) -> list[Any]:
@@ -298,10 +285,6 @@ def format_cell(row: Row, name: str) -> str:
     value = row[name]
     if value == Value():
         return UNKNOWN
-    if value.value is None and value.high is None:
-        return f"> {metric.format(value.low)}"
-    if value.value is None:
-        return f"< {metric.format(value.high)}"
     text = metric.format(value.value)
     if value.low is None:
         return text

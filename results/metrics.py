@@ -21,16 +21,12 @@ MEDIAN = "median over seeds"  # of the newest values, with quartiles
 STEP_MEDIAN = "median over steps"  # without the first steps of a run, with quartiles
 DISTINCT = "distinct values"  # texts
 DIFFERENCE = "mean over pairs"  # of runs with the same seed, with the interval of the verdict
-SPEEDUP = "at equal loss"  # with a 95 % confidence interval (results/speedup.py)
 COMPUTED = "computed"  # by results/compare.py, without an interval
 
 
 @dataclass(frozen=True)
 class Value:
-    """A number with its 95 % interval or its quartiles, or a text. Unknown parts are None.
-
-    With one bound and no value, the number lies beyond the bound.
-    """
+    """A number with its 95 % interval or its quartiles, or a text. Unknown parts are None."""
 
     value: Any = None
     low: float | None = None
@@ -103,15 +99,6 @@ METRICS: dict[str, Metric] = {
     ),
     "seeds": Metric("seeds", compare=COMPUTED),  # of finished runs
     "pairs": Metric(compare=COMPUTED),  # seeds that the baseline has, too
-    "speedup": Metric(
-        "speedup",
-        "{:.2f}".format,
-        SPEEDUP,
-        "Speedup: time in which the baseline reaches this loss, divided by the time of this "
-        "variant (95 % confidence interval).",
-    ),
-    "speedup_per_step": Metric(compare=SPEEDUP),
-    "speedup_problem": Metric(compare=COMPUTED),
     "first_divergence": Metric(compare=COMPUTED),
     "divergence": Metric(compare=COMPUTED),
     # speed and memory

@@ -1,5 +1,4 @@
-"""Negative controls: a comparison detects a wrong mask, and does not report rounding errors. Equal
-variants have no speedup per step, also if one trains longer."""
+"""Negative controls: a comparison detects a wrong mask, and does not report rounding errors."""
 
 import itertools
 from pathlib import Path
@@ -34,13 +33,8 @@ def rounded(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory) -> dict[str, Row]:
-    """The rows of naive, flash, rounded and shifted attention over 50 steps, by backend.
-
-    naive also has 40, 62 and 80 steps, and flash 62.
-    """
+    """The rows of naive, flash, rounded and shifted attention over 50 steps, by backend."""
     backends = ("naive", "flash", "rounded", "shifted")
-    jobs = [(backend, 50) for backend in backends]
-    jobs += [("naive", 40), ("naive", 62), ("naive", 80), ("flash", 62)]
     text = "".join(f"{n * n} is the square of {n}.\n" for n in range(2000))
     words = ["model=gpt2", "model.n_embd=32", "train.batch_size=16", "optimizer.lr=0.03"]
     words += ["eval.every=25", "checkpoint.every=50"]
@@ -50,14 +44,13 @@ def rows(tmp_path_factory) -> dict[str, Row]:
         for attend in (rounded, shifted):
             patch.setitem(BACKENDS, attend.__name__, Backend(attend.__name__, attend, ALL_DEVICES))
         folders = []
-        for (backend, steps), seed in itertools.product(jobs, SEEDS):
-            name = f"{backend}-{steps}-{seed}"
-            run = [f"attention.backend={backend}", f"train.steps={steps}", f"seed={seed}"]
+        for backend, seed in itertools.product(backends, SEEDS):
+            name = f"{backend}-{seed}"
+            run = [f"attention.backend={backend}", "train.steps=50", f"seed={seed}"]
             assert train_here(*words, *run, f"name={name}") == 0
             folders.append(Path("runs") / name)
         rows = compare(folders, Path("figures"), NEGLIGIBLE)
-        names = [backend if steps == 50 else f"{backend}-{steps}" for backend, steps in jobs]
-        return dict(zip(names, rows, strict=True))
+        return dict(zip(backends, rows, strict=True))
 
 
 def test_wrong_mask_is_detected_at_step_1(rows):
@@ -78,11 +71,3 @@ def test_rounding_errors_are_not_reported(rows, backend):
     assert row["divergence"].value > 0, "the kernels differ"
     assert row["first_divergence"].value < 1e-6
     assert abs(row["difference"].value) < 1e-4
-
-
-@pytest.mark.parametrize("name", ["flash", "flash-62"])
-def test_equal_variants_have_no_speedup_per_step(rows, name):
-    speedup = rows[name]["speedup_per_step"]
-    assert speedup.value == pytest.approx(1.0, abs=0.01)
-    assert speedup.low <= 1.001
-    assert speedup.high >= 0.999

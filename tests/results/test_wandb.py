@@ -323,9 +323,9 @@ flash,flash,decode,window:8,float32,512,2.5,2e-07
 cudnn,,forward,causal,float32,128,,
 """
 COMPARISON = """\
-variant,status,kernel,device_name,val_loss,val_loss_low,verdict,speedup,step_ms,peak_memory_bytes
-attention=naive,2 finished,naive,A,1.5,1.4,,,12.0,1048576
-attention=flash,2 finished,flash,A,1.5,1.4,equal up to rounding,1.2,10.0,2097152
+variant,status,kernel,device_name,val_loss,val_loss_low,verdict,step_ms,peak_memory_bytes
+attention=naive,2 finished,naive,A,1.5,1.4,,12.0,1048576
+attention=flash,2 finished,flash,A,1.5,1.4,equal up to rounding,10.0,2097152
 """
 
 
@@ -396,7 +396,7 @@ def test_sweep_has_its_runs_and_their_comparison(trained):
     assert comparison.run["run_group"] == "s"
     notes = comparison.run["notes"].splitlines()
     assert notes[:2] == ["flash is faster", "naive is the baseline"]
-    assert notes[3].startswith("variant attention=flash; kernel flash; val loss 1.5000; speedup")
+    assert notes[3].startswith("variant attention=flash; kernel flash; val loss 1.5000; step")
     assert "memory 2 MiB; verdict equal up to rounding" in notes[3]
     assert comparison.summary["step_ms/attention_flash"] == 10
     assert comparison.summary["verdict/attention_flash"] == "equal up to rounding"
