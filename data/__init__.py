@@ -4,7 +4,6 @@ config.py        settings of the data and the tokenizer
 sources.py       where text comes from: the files of a source
 readers.py       documents in text files, tables, URLs and data sets of the hub
 tokenizer.py     char, byte, bpe and OpenAI's vocabularies; the tokenizer in a checkpoint
-train_bpe.py     trains a BPE vocabulary, in a separate process
 prepare.py       text to token files, once: encode.py writes them, token_files.py reads them
 loader.py        batches of token windows
 """

@@ -8,14 +8,12 @@ Prepared data and checkpoints contain the spec of a tokenizer, which is plain da
 
 import base64
 import itertools
-import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import rustbpe
 import tiktoken
 
 from common.errors import UserError
@@ -31,7 +29,6 @@ BPE_PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,2}+"
     r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
 )
-TRAIN_BPE = Path(__file__).with_name("train_bpe.py")
 MAX_TRAIN_CHARS = 2**25  # characters that a vocabulary is trained on, at most
 # Added to each text's length, so that a sample of short texts needs limited memory.
 TEXT_OVERHEAD_CHARS = 64
@@ -84,13 +81,15 @@ def bpe(texts: Iterable[str], vocab_size: int | None) -> tuple[str, list[bytes]]
 
     Of more than MAX_TRAIN_CHARS characters, it is trained on a sample.
     """
-    request = {"texts": sample_texts(texts), "vocab_size": vocab_size, "pattern": BPE_PATTERN}
-    content = json.dumps(request, ensure_ascii=False).encode()
-    command = [sys.executable, str(TRAIN_BPE)]
-    # A signal to this process ends `check_output`, which then kills the child. In its own session,
-    # the child gets no Ctrl-C itself.
-    tokens = subprocess.check_output(command, input=content, start_new_session=True)
-    return BPE_PATTERN, [base64.b64decode(token) for token in json.loads(tokens)]
+    trainer = rustbpe.Tokenizer()  # ty: ignore[missing-attribute] (compiled, without type stubs)
+    sample = iter(sample_texts(texts))
+    # In a thread, so that a signal can interrupt this one.
+    training = ThreadPoolExecutor(1).submit(
+        trainer.train_from_iterator, sample, vocab_size, pattern=BPE_PATTERN
+    )
+    training.result()
+    ranks = trainer.get_mergeable_ranks()  # in the order of their ids
+    return BPE_PATTERN, [bytes(token) for token, _ in ranks]
 
 
 def sample_texts(texts: Iterable[str]) -> list[str]:

@@ -1,11 +1,10 @@
-"""Loss, perplexity and bits per byte of texts.
+"""Loss, perplexity and bits per byte of documents.
 
-Long texts are scored in windows of block_size tokens. Each document is scored after the token with
-which samples begin (Tokenizer.start_token), so that all of its tokens count.
+Long documents are scored in windows of block_size tokens. Each document is scored after the token
+with which samples begin (Tokenizer.start_token), so that all of its tokens count.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from math import exp, log
 from typing import Any, NamedTuple
@@ -23,37 +22,27 @@ from model.gpt import GPT
 SORTED_BATCHES = 64  # the windows of this number of batches are in memory, sorted by length
 BEGINNING_CHARS = 20  # of a document, in the table
 
-# token ids, and the number of targets, which are the last ones
-Text = tuple[Sequence[int] | np.ndarray, int]
-
 
 class Window(NamedTuple):
-    """Tokens of text number `index`. The last `num_targets` of them are scored."""
+    """Tokens of document number `index`. The last `num_targets` of them are scored."""
 
     index: int
     tokens: np.ndarray
     num_targets: int
 
 
-@dataclass
-class Score:
-    """Sums over the targets of a text."""
+def cut_into_windows(
+    index: int, tokens: np.ndarray, num_targets: int, block_size: int
+) -> Iterator[Window]:
+    """Yield windows of up to block_size + 1 tokens that score each target of a document once.
 
-    tokens: int = 0
-    bytes: int = 0
-    nats: float = 0.0  # cross entropy
-
-
-def cut_into_windows(index: int, text: Text, block_size: int) -> Iterator[Window]:
-    """Yield windows of up to block_size + 1 tokens that score each target of a text once.
-
+    num_targets: number of targets, which are the last tokens.
     The last window may overlap the one before.
     """
-    tokens = np.asarray(text[0], np.int64)
     last = len(tokens) - 1
     for start in range(0, last, block_size):
         end = min(start + block_size, last)
-        num_new = min(end - start, text[1] - (last - end))
+        num_new = min(end - start, num_targets - (last - end))
         if num_new > 0:
             yield Window(index, tokens[max(0, end - block_size) : end + 1], num_new)
 
@@ -85,37 +74,6 @@ def score_windows(
                 yield window, nats
 
 
-def score_texts(
-    model: GPT,
-    tokenizer: Tokenizer,
-    texts: Iterable[Text],
-    batch_size: int,
-    total_bytes: int | None = None,
-) -> tuple[list[Score], Score]:
-    """Score texts, and return the score of each, and their sum.
-
-    total_bytes: approximate size of all targets, for the progress bar.
-    """
-    scores: list[Score] = []
-    total = Score()
-    bytes_of_token = token_bytes(tokenizer)
-
-    def iter_windows() -> Iterator[Window]:
-        for index, text in enumerate(texts):
-            scores.append(Score())
-            yield from cut_into_windows(index, text, model.config.block_size)
-
-    with ProgressBar(total_bytes, stderr=True) as bar:
-        for window, nats in score_windows(model, iter_windows(), batch_size):
-            num_bytes = int(bytes_of_token[window.tokens[-window.num_targets :]].sum())
-            for score in (scores[window.index], total):
-                score.tokens += window.num_targets
-                score.bytes += num_bytes
-                score.nats += nats
-            bar.show(total.bytes, f"{total.bytes:,} bytes of {pluralize(len(scores), 'text')}")
-    return scores, total
-
-
 def score_documents(
     model: GPT,
     tokenizer: Tokenizer,
@@ -126,46 +84,66 @@ def score_documents(
     """Score documents. Returns a row of figures for each document, and one for all.
 
     documents: the pieces of each document. Prompts are inputs, and not scored.
-    total_bytes: see score_texts.
+    total_bytes: approximate size of all targets, for the progress bar.
     Raises UserError if a character has no token.
     """
-    beginnings: list[str] = []
+    rows: list[dict[str, Any]] = []
+    total = make_row("all", "")
+    bytes_of_token = token_bytes(tokenizer)
 
-    def iter_texts() -> Iterator[Text]:
-        for number, document in enumerate(documents, start=1):
-            beginning = "".join(piece.text[:80] for piece in document)
-            label = " ".join(beginning.split())
-            if len(label) > BEGINNING_CHARS:
-                label = label[: BEGINNING_CHARS - 1] + "…"
-            beginnings.append(label)
-            parts = [np.array([tokenizer.start_token])]
-            num_targets = 0
-            for piece in document:
-                parts.append(encode(tokenizer, piece.text, f"document {number}"))
-                if not piece.is_prompt:
-                    num_targets += len(parts[-1])
-            yield np.concatenate(parts), num_targets
+    def iter_windows() -> Iterator[Window]:
+        for index, document in enumerate(documents):
+            tokens, num_targets = encode_document(tokenizer, document, f"document {index + 1}")
+            rows.append(make_row(index + 1, find_beginning(document)))
+            yield from cut_into_windows(index, tokens, num_targets, model.config.block_size)
 
-    scores, total = score_texts(model, tokenizer, iter_texts(), batch_size, total_bytes)
-    rows = []
-    for number, (beginning, score) in enumerate(zip(beginnings, scores, strict=True), start=1):
-        rows.append(make_row(number, beginning, score))
-    return [*rows, make_row("all", "", total)]
+    with ProgressBar(total_bytes, stderr=True) as bar:
+        for window, nats in score_windows(model, iter_windows(), batch_size):
+            num_bytes = int(bytes_of_token[window.tokens[-window.num_targets :]].sum())
+            for row in (rows[window.index], total):
+                row["tokens"] += window.num_targets
+                row["bytes"] += num_bytes
+                row["nats"] += nats
+            scored = f"{total['bytes']:,} bytes of {pluralize(len(rows), 'document')}"
+            bar.show(total["bytes"], scored)
+    rows.append(total)
+    for row in rows:
+        add_means(row)
+    return rows
 
 
-def make_row(document: int | str, beginning: str, score: Score) -> dict[str, Any]:
-    """A row of the table. The loss is in nats per token."""
-    row = {
-        "document": document,
-        "beginning": beginning,
-        "tokens": score.tokens,
-        "bytes": score.bytes,
-        "loss": None,
-        "perplexity": None,
-        "bits_per_byte": None,
-    }
-    if score.tokens > 0:
-        row["loss"] = score.nats / score.tokens
+def encode_document(
+    tokenizer: Tokenizer, document: list[Piece], name: str
+) -> tuple[np.ndarray, int]:
+    """The start token and the tokens of a document, int64, and the number of its targets."""
+    parts = [np.array([tokenizer.start_token])]
+    num_targets = 0
+    for piece in document:
+        parts.append(encode(tokenizer, piece.text, name))
+        if not piece.is_prompt:
+            num_targets += len(parts[-1])
+    return np.concatenate(parts), num_targets
+
+
+def find_beginning(document: list[Piece]) -> str:
+    """The first BEGINNING_CHARS characters of a document, in one line."""
+    text = "".join(piece.text[:80] for piece in document)
+    line = " ".join(text.split())
+    if len(line) > BEGINNING_CHARS:
+        return line[: BEGINNING_CHARS - 1] + "…"
+    return line
+
+
+def make_row(document: int | str, beginning: str) -> dict[str, Any]:
+    """A row of the table, before its targets are scored. nats: sum of their cross entropy."""
+    return {"document": document, "beginning": beginning, "tokens": 0, "bytes": 0, "nats": 0.0}
+
+
+def add_means(row: dict[str, Any]) -> None:
+    """Replace the sum by the loss in nats per token, perplexity and bits per byte."""
+    nats = row.pop("nats")
+    row |= {"loss": None, "perplexity": None, "bits_per_byte": None}
+    if row["tokens"] > 0:
+        row["loss"] = nats / row["tokens"]
         row["perplexity"] = exp(min(row["loss"], 700.0))  # exp of more than 709 overflows
-        row["bits_per_byte"] = score.nats / log(2) / score.bytes
-    return row
+        row["bits_per_byte"] = nats / log(2) / row["bytes"]
