@@ -14,7 +14,7 @@ from typing import Any
 
 from hydra import compose
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import QuotedString, Transformer
+from hydra.core.override_parser.types import ChoiceSweep, Override, QuotedString, Transformer
 from hydra.errors import OverrideParseException
 
 from common.errors import UserError
@@ -26,6 +26,8 @@ from sweep.launch import run_sweep
 from training.presets import choose_preset
 
 AUTO_SEED = "seed=auto"
+# An item of a list without spaces around it. Its commas are in brackets or in quotes.
+LIST_ITEM = re.compile(r"""(?:\[[^\]]*\]|'[^']*'|"[^"]*"|[^\s,\['"])+""")
 
 
 def run_multirun(flags: Namespace) -> int:
@@ -71,8 +73,24 @@ def list_values(words: list[str]) -> dict[str, list[str]]:
                     values[key] = [path.strip() for path in value.split(",")]
                 continue
             if override.is_discrete_sweep():
-                values[key] = list(override.sweep_iterator(format_swept_value))
+                values[key] = split_values(value, override)
     return values
+
+
+def split_values(text: str, override: Override) -> list[str]:
+    """The values of a sweep. Those of a list as typed: 1e-3,true stays 1e-3 and true.
+
+    override: the text, as parsed by Hydra. It may have functions, as in range(1,4).
+    """
+    sweep = override.value()
+    if isinstance(sweep, ChoiceSweep) and sweep.simple_form:
+        words = LIST_ITEM.findall(text)
+        if len(words) == len(sweep.list):
+            return [
+                value.text if isinstance(value, QuotedString) else word
+                for value, word in zip(sweep.list, words, strict=True)
+            ]
+    return list(override.sweep_iterator(format_swept_value))
 
 
 def format_swept_value(value: Any) -> str:

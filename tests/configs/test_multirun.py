@@ -18,7 +18,9 @@ SWEEP = ["-m", "seed=1,2"]
 @pytest.mark.parametrize(
     ("word", "values"),
     [
-        ("optimizer.lr=1e-3,1e-2", ["0.001", "0.01"]),
+        ("optimizer.lr=1e-3,1e-2", ["1e-3", "1e-2"]),
+        ("model.bias=false,true", ["false", "true"]),
+        ("wandb.tags=[1e3],[1.10, true]", ["[1e3]", "[1.10, true]"]),
         ("optimizer.betas=[0.9,1],[0.8,1]", ["[0.9,1]", "[0.8,1]"]),
         ("dtype=float32,bfloat16", ["float32", "bfloat16"]),
         ("seed=range(1,3)", ["1", "2"]),
