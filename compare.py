@@ -7,7 +7,7 @@
 
 keys:
   out=DIR               folder to write the files into
-  difference=0.005      a relative difference of losses that counts as none
+  difference=0.01       a relative difference of losses that counts as none
 
 Prints a table, and writes comparison.png and comparison.csv. The default folder is the
 folder of a single sweep, else runs/comparison. The first row is the baseline of all differences.

@@ -133,7 +133,7 @@ def share_tokens(work: Path, nanogpt: Path, arguments: argparse.Namespace) -> Pr
     path = f"data.path={arguments.text.resolve()}"
     run_python(work, ROOT / "prepare.py", f"data={data}", f"tokenizer={tokenizer}", path)
     (meta,) = (work / "data/prepared").glob("*/meta.json")
-    prepared = PreparedData(meta.parent, json.loads(meta.read_text(encoding="utf-8")))
+    prepared = PreparedData(meta.parent, json.loads(meta.read_text(encoding="utf-8")), "")
     for dataset in ("shakespeare_char", "openwebtext"):
         folder = nanogpt / "data" / dataset
         folder.mkdir(parents=True, exist_ok=True)

@@ -56,8 +56,8 @@ UNDECIDED = "undecided"
 EQUIVALENT = f"no difference above {100 * NEGLIGIBLE:g} %"
 
 # judge needs configs that train differently
-BASELINE = Variant([Run(Path(), {"model.window": None}, 1, {}, None)])
-SETTING = Variant([Run(Path(), {"model.window": 32}, 1, {}, None)])
+BASELINE = Variant([Run(Path(), {"model.window": None}, 1, {}, None, NEGLIGIBLE)])
+SETTING = Variant([Run(Path(), {"model.window": 32}, 1, {}, None, NEGLIGIBLE)])
 
 # draw(generator, shape) -> numbers of mean 0 and standard deviation 1
 Draw = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]

@@ -25,7 +25,6 @@ from sweep.jobs import Job, identify_config, read_started_jobs
 from sweep.launch import run_sweep
 from training.presets import choose_preset
 
-AUTO_SEED = "seed=auto"
 # An item of a list without spaces around it. Its commas are in brackets or in quotes.
 LIST_ITEM = re.compile(r"""(?:\[[^\]]*\]|'[^']*'|"[^"]*"|[^\s,\['"])+""")
 
@@ -41,7 +40,12 @@ def run_multirun(flags: Namespace) -> int:
         raise UserError("--cfg and plan=true describe one run; remove -m, and set single values")
     launcher = compose_launcher(flags.launcher_words)
     jobs = make_jobs(flags.words, flags.config_dir)
-    return run_sweep(jobs, launcher, stops_early=AUTO_SEED in flags.words)
+    return run_sweep(jobs, launcher, stops_early=has_automatic_seeds(flags.words))
+
+
+def has_automatic_seeds(words: list[str]) -> bool:
+    """Whether the last word for the seed is seed=auto."""
+    return [word for word in words if word.startswith("seed=")][-1:] == ["seed=auto"]
 
 
 def compose_launcher(words: list[str]) -> Any:
@@ -110,7 +114,7 @@ def make_jobs(words: list[str], config_dir: str | None) -> list[Job]:
     if not swept:
         advice = "set seed=1,2,3, for example, or remove -m"
         raise UserError(f"-m needs several values for at least one key; {advice}")
-    if AUTO_SEED in words:
+    if has_automatic_seeds(words):
         values["seed"] = ["1"]
         swept = sorted([*swept, "seed"])
     keys = sorted(values, key=lambda key: key != "seed")
@@ -119,7 +123,7 @@ def make_jobs(words: list[str], config_dir: str | None) -> list[Job]:
     all_words = [list_words(texts) for texts in combinations]
     # choose_preset measures the speed once
     configs = [choose_preset(compose_config("train", job, config_dir)) for job in all_words]
-    if AUTO_SEED in words:
+    if has_automatic_seeds(words):
         seeds = range(1, configs[0].sweep.max_seeds + 1)
         configs = [replace(config, seed=seed) for seed in seeds for config in configs]
         combinations = [texts | {"seed": str(seed)} for seed in seeds for texts in combinations]

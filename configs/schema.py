@@ -82,8 +82,8 @@ class CompareConfig:
     folders: list[str] = field(default_factory=list)
     # folder for the files; None: the folder of a single sweep, or runs/comparison
     out: str | None = None
-    # relative difference of validation losses that counts as none
-    difference: float = setting(0.005, 0, below=1)
+    # relative difference of validation losses that counts as none; None: as in the first run
+    difference: float | None = setting(None, 0, below=1)
 
 
 @dataclass

@@ -34,7 +34,7 @@ class PreparedData:
 
     folder: Path
     meta: dict
-    text_hash: str = ""
+    text_hash: str
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

@@ -54,16 +54,18 @@ UNKNOWN = EN_DASH = "–"  # noqa: RUF001
 MAX_SPREAD = 1.5  # upper / lower quartile of step times; a larger ratio means a busy machine
 
 
-def compare(folders: list[Path], out: Path, negligible: float) -> list[Row]:
+def compare(folders: list[Path], out: Path, negligible: float | None) -> list[Row]:
     """Compare runs, and write FILES.
 
     comparison.json has the folders of the runs, relative to `out`, and the sentences, for
     results/wandb.py.
     out: folder for the files, which is created if needed.
-    negligible: a relative difference of losses that counts as none.
+    negligible: a relative difference of losses that counts as none. None: as in the first run.
     Returns the rows. Raises UserError for a folder that is not a run and for a damaged file.
     """
     variants = read_variants(folders)
+    if negligible is None:
+        negligible = variants[0].runs[0].negligible
     rows = compare_variants(variants, negligible)
     out.mkdir(parents=True, exist_ok=True)
     write_csv([flatten_row(row) for row in rows], out / "comparison.csv")
@@ -86,23 +88,22 @@ def print_comparison(rows: list[Row], out: Path) -> None:
 
 def print_history(sweeps: Path) -> None:
     """Print the verdicts of all sweeps in a folder, the oldest sweep first."""
-    files = sorted(sweeps.glob("*/comparison.json"), key=lambda file: file.stat().st_mtime)
-    if not files:
+    files = sorted(sweeps.glob("*/sweep.json"), key=lambda file: file.stat().st_mtime)
+    folders = [file.parent for file in files if (file.parent / "comparison.csv").exists()]
+    if not folders:
         raise UserError(f"there is no run to compare, and no sweep in {sweeps}; {WHAT_TO_SET}")
     num_better = 0
-    for file in files:
-        folder = file.parent
+    for folder in folders:
         summaries = [read_json(path) for path in folder.glob("*/summary.json")]
         seconds = sum(summary.get("wall_seconds", 0) for summary in summaries)
         print_text(f"{folder.name}  {pluralize(len(summaries), 'run')}, {format_duration(seconds)}")
-        for sentence in read_json(file).get("sentences", []):
+        for sentence in read_json(folder / "comparison.json").get("sentences", []):
             print_text(f"  {sentence}")
         verdicts = [row["verdict"] for row in read_table(folder / "comparison.csv")]
         num_better += verdicts.count("better")
-    num_wrong = ERROR_RATE * len(files)
     print_text(
-        f"\n{num_better} better in {pluralize(len(files), 'sweep')}, of which at most "
-        f"{num_wrong:.1f} are expected to have a wrong verdict by chance"
+        f"\n{num_better} better. At most {ERROR_RATE * len(folders):.1f} of the "
+        f"{pluralize(len(folders), 'sweep')} are expected to have a wrong verdict by chance."
     )
 
 
@@ -111,10 +112,11 @@ def print_history(sweeps: Path) -> None:
 
 def compare_variants(variants: list[Variant], negligible: float) -> list[Row]:
     """Make a row for each variant: a Value for each metric that the registry compares."""
+    num_comparisons = sum(variant.status != "refused" for variant in variants[1:])
     rows = []
     for variant in variants:
         row = {name: _summarize(variant, name) for name in METRICS if METRICS[name].compare}
-        row |= _compare_with_baseline(variant, variants[0], len(variants) - 1, negligible)
+        row |= _compare_with_baseline(variant, variants[0], num_comparisons, negligible)
         rows.append(row)
     return rows
 
@@ -187,23 +189,32 @@ def _rank(row: Row) -> tuple:
 
 def describe_row(row: Row, baseline: Row) -> str:
     """One sentence: the verdict with its interval, the seeds, and the ratio of step times."""
-    difference = row["difference"]
     if row is baseline and row["seeds"].value:
         text = f"baseline, loss {format_cell(row, 'val/loss')}, {count_seeds(row['seeds'])}"
-    elif row["verdict"].value is None:
-        text = row["status"].value
+    elif row["verdict"].value is not None:
+        text = describe_verdict(row, baseline)
+    elif row["seeds"].value:
+        text = "not compared, because the baseline has no finished run with its seed and text"
     else:
-        text = row["verdict"].value
-        if text in ("better", "worse"):
-            text += f" by {100 * abs(difference.value):.2f} %"
-        if difference.low is not None:
-            text += f" ({format_bounds(difference)})"
-        text += f", {count_seeds(row['pairs'])}"
-        has_times = row["step_ms"].value and baseline["step_ms"].value
-        if has_times and row["device_name"] == baseline["device_name"]:
-            ratio = baseline["step_ms"].value / row["step_ms"].value
-            text += f"; steps {ratio:.2f} times as fast"
+        text = row["status"].value
     return f"{row['variant'].value}: {text}"
+
+
+def describe_verdict(row: Row, baseline: Row) -> str:
+    text = row["verdict"].value
+    difference = row["difference"]
+    if text.startswith("failed"):
+        return text
+    if text in ("better", "worse"):
+        text += f" by {100 * abs(difference.value):.2f} %"
+    if difference.low is not None:
+        text += f" ({format_bounds(difference)})"
+    text += f", {count_seeds(row['pairs'])}"
+    has_times = row["step_ms"].value and baseline["step_ms"].value
+    if has_times and row["device_name"] == baseline["device_name"]:
+        ratio = baseline["step_ms"].value / row["step_ms"].value
+        text += f"; steps {ratio:.2f} times as fast"
+    return text
 
 
 def count_seeds(number: Value) -> str:
@@ -244,20 +255,22 @@ def list_notes(rows: list[Row]) -> list[str]:
     if any(row["val/loss"].low is not None for row in rows):
         notes.append("± is the 95 % confidence interval of the mean over seeds (Student's t).")
     if "undecided" in _distinct(rows, "verdict"):
-        notes.append("Undecided settings need more seeds; seed=auto trains as many as are needed.")
+        notes.append("Undecided settings need more seeds: seed=auto, or a higher sweep.max_seeds.")
     step_times = [row["step_ms"] for row in rows if row["step_ms"].low is not None]
     if any(times.high > MAX_SPREAD * times.low for times in step_times):
         notes.append(
-            "Step times vary widely, because the machine is busy. They affect losses at equal time "
-            "(train.minutes); set train.steps to compare per step."
+            "Step times vary widely, because the machine is busy. Their ratios are uncertain, and "
+            "losses at equal time (train.minutes), too."
         )
     devices = _distinct(rows, "device_name")
     if len(devices) > 1:
         listed = ", ".join(devices)
         notes.append(f"Times and memory are not comparable: the devices differ ({listed}).")
     if len(_distinct(rows, "vocab_size")) > 1:
-        advice = "if the texts are equal, compare bits per byte, not losses per token"
-        notes.append(f"The vocabularies differ: {advice}.")
+        notes.append(
+            "The vocabularies differ: compare bits per byte, not losses per token, and set "
+            "eval.windows=null, because some windows are other parts of the text."
+        )
     elif len(_distinct(rows, "data")) > 1:
         notes.append("Losses are not comparable: the texts differ.")
     failed = [row for row in rows if row["error"].value is not None]

@@ -14,16 +14,11 @@ from typing import Any
 from common.errors import UserError
 from common.files import read_json
 from common.settings import flatten_dict, format_value
-from training.config import WARMUP_STEPS
+from training.config import WARMUP_STEPS, SweepConfig
 from training.run_folder import read_config, read_rows, summary_key
 
-IGNORED_SECTIONS = (
-    "seed",
-    "name",
-    "resume",
-    "sweep",
-    "wandb",
-)  # runs of one variant may differ in these
+# runs of one variant may differ in these
+IGNORED_SECTIONS = ("seed", "name", "resume", "sweep", "wandb")
 # Suffixes of the keys that select the values of a section, as model.name and attention.backend do.
 CHOICES = (".name", ".backend")
 WHAT_TO_SET = "set folders of runs, as in runs/NAME or runs/sweeps/NAME"
@@ -38,6 +33,7 @@ class Run:
     seed: int
     summary: dict[str, Any]
     swept: str | None  # key=value pairs of a sweep's job, without the seed
+    negligible: float  # sweep.difference
 
     @property
     def status(self) -> str:
@@ -48,10 +44,14 @@ class Run:
         """Folder of the prepared data. None if the run ended before it read any."""
         return self.summary.get("data")
 
-    @property
-    def text(self) -> str | None:
-        """Hash of the text. Runs of earlier versions have the folder of the prepared data."""
-        return self.summary.get("text", self.data)
+    def has_text_of(self, other: "Run") -> bool:
+        """Whether both read the same text, possibly with different tokenizers.
+
+        Runs of earlier versions have no hash of the text.
+        """
+        text_hash = self.summary.get("text_hash")
+        has_hash = text_hash is not None and text_hash == other.summary.get("text_hash")
+        return has_hash or self.data == other.data
 
     @property
     def kernel(self) -> str | None:
@@ -90,9 +90,9 @@ class Variant:
         return ", ".join(f"{count} {status}" for status, count in counts.items())
 
     @property
-    def by_seed(self) -> dict[tuple, Run]:
-        """The finished runs by seed and text."""
-        return {(run.seed, run.text): run for run in self.finished}
+    def by_seed(self) -> dict[int, Run]:
+        """The finished runs by seed."""
+        return {run.seed: run for run in self.finished}
 
     def newest(self, name: str) -> list[float]:
         """The newest value of a metric in each finished run that has it."""
@@ -108,7 +108,13 @@ class Variant:
         """Whether the run has the config of the others, no other data, and another seed."""
         data = {other.data for other in [*self.runs, run]} - {None}
         seeds = [other.seed for other in self.runs]
-        return run.config == self.config and len(data) <= 1 and run.seed not in seeds
+        is_same = not find_changes(run.config, self.config)
+        return is_same and len(data) <= 1 and run.seed not in seeds
+
+
+def find_changes(config: dict, other: dict) -> set[str]:
+    """Keys in which flat configs differ. Earlier versions lack new keys, which are None."""
+    return {key for key in config.keys() | other.keys() if config.get(key) != other.get(key)}
 
 
 def read_curves(folder: Path) -> dict[str, dict[int, float]]:
@@ -173,12 +179,13 @@ def _read_run(folder: Path, swept: str | None = None) -> Run:
     summary = read_json(folder / "summary.json")
     config = flatten_dict(read_config(folder))
     seed = config["seed"]
+    negligible = config.get("sweep.difference", SweepConfig.difference)
     for key in list(config):
         if key.split(".")[0] in IGNORED_SECTIONS:
             del config[key]
     # torchrun sets the number of processes. It is not in the config, but it affects the speed.
     config["world_size"] = summary.get("world_size", 1)
-    return Run(folder, config, seed, summary, swept)
+    return Run(folder, config, seed, summary, swept, negligible)
 
 
 def _set_labels(variants: list[Variant]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from results.metrics import Value
-from results.read import Run, Variant
+from results.read import Run, Variant, find_changes
 
 # Prefixes of keys that select an implementation. They change the losses only by rounding errors.
 IMPLEMENTATION = (
@@ -88,19 +88,23 @@ def estimate_difference(differences: Sequence[float], num_comparisons: int = 1) 
     error_rate = ERROR_RATE / num_comparisons
     r = 1 / (1 + n * EFFECT_VARIANCE)
     largest_ratio = (error_rate**2 * r) ** (-1 / n)  # of 1 + t^2 / (n - 1) to 1 + r t^2 / (n - 1)
-    if n == 1 or largest_ratio * r >= 1:
+    if largest_ratio * r >= 1:
         return Value(mean)
-    variances = (largest_ratio - 1) / (1 - largest_ratio * r)  # t^2 / (n - 1)
-    margin = math.sqrt(variances) * float(np.std(differences))
+    squared_margin = (largest_ratio - 1) / (1 - largest_ratio * r)  # t^2 / (n - 1)
+    margin = math.sqrt(squared_margin) * float(np.std(differences))
     return Value(mean, mean - margin, mean + margin)
 
 
 def find_pairs(variant: Variant, baseline: Variant) -> list[tuple[Run, Run]]:
-    """Pair finished runs with the same seed and data. The baseline itself has no pairs."""
+    """Pair finished runs with the same seed and text. The baseline itself has no pairs."""
     if variant is baseline:
         return []
     others = baseline.by_seed
-    return [(run, others[seed]) for seed, run in variant.by_seed.items() if seed in others]
+    return [
+        (run, others[seed])
+        for seed, run in variant.by_seed.items()
+        if seed in others and run.has_text_of(others[seed])
+    ]
 
 
 def divergence(pairs: list[tuple[Run, Run]]) -> dict[int, float]:
@@ -138,10 +142,14 @@ def judge(
 ) -> str | None:
     """Return the verdict on a variant. None without a pair.
 
+    A variant of which a run has failed is not judged by its other runs, which may have been lucky.
     difference: of the validation losses, from estimate_difference.
     distances: of the training losses, from divergence.
     negligible: a difference of this size counts as none.
     """
+    num_failed = [run.status for run in variant.runs].count("failed")
+    if num_failed > 0:
+        return f"failed in {num_failed} of {len(variant.runs)} runs"
     if difference.value is None or not distances:
         return None
     if difference.value == 0 and not any(distances.values()):
@@ -175,8 +183,7 @@ def computes_same_function(config: dict, other: dict) -> bool:
     """
     if config.get("model.dropout") or config.get("train.minutes") is not None:
         return False
-    changed = [key for key in config.keys() | other.keys() if config.get(key) != other.get(key)]
-    return all(key.startswith(IMPLEMENTATION) for key in changed)
+    return all(key.startswith(IMPLEMENTATION) for key in find_changes(config, other))
 
 
 def _rounding_tolerance(variant: Variant, baseline: Variant) -> float:

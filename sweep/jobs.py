@@ -36,8 +36,7 @@ class Job:
 
     @property
     def setting(self) -> str:
-        """A text that is equal for jobs that differ only in the seed."""
-        return identify_config(flatten_dict(self.config) | {"seed": None})
+        return identify_setting(self.config)
 
     def is_done(self) -> bool:
         """Whether a run with these settings has finished."""
@@ -55,9 +54,21 @@ class Job:
 
 
 def identify_config(config: dict) -> str:
-    """A text that is equal for two flat configs with equal settings, except SWEEP_KEYS."""
-    settings = {key: value for key, value in config.items() if not key.startswith(SWEEP_KEYS)}
+    """A text that is equal for two flat configs with equal settings, except SWEEP_KEYS.
+
+    Configs of earlier versions lack new keys, which are None.
+    """
+    settings = {
+        key: value
+        for key, value in config.items()
+        if value is not None and not key.startswith(SWEEP_KEYS)
+    }
     return json.dumps(settings, sort_keys=True, default=str)
+
+
+def identify_setting(config: dict) -> str:
+    """A text that is equal for configs that differ only in the seed."""
+    return identify_config(flatten_dict(config) | {"seed": None})
 
 
 def read_started_jobs(sweep: Path) -> dict[str, str]:

@@ -9,13 +9,14 @@ from typing import Any
 from filelock import FileLock
 
 from common.console import format_duration, pluralize, print_text
-from common.errors import EXIT_CODES
+from common.errors import EXIT_CODES, UserError
 from common.files import read_json, write_json
 from common.process import command_line
 from results.compare import compare, compare_variants, describe_row, print_comparison
 from results.read import read_variants
 from results.wandb import WandbExport
-from sweep.jobs import Job, Outcome, train_job
+from sweep.jobs import Job, Outcome, identify_setting, train_job
+from training.run_folder import read_config
 
 
 def run_sweep(jobs: list[Job], launcher: Any = None, stops_early: bool = False) -> int:
@@ -28,6 +29,8 @@ def run_sweep(jobs: list[Job], launcher: Any = None, stops_early: bool = False) 
     """
     folder = jobs[0].folder.parent
     negligible = jobs[0].config["sweep"]["difference"]
+    if stops_early:
+        check_baseline(folder, jobs[0])
     for job in jobs:
         job.check_folder()
     num_done = sum(job.is_done() for job in jobs)
@@ -43,6 +46,14 @@ def run_sweep(jobs: list[Job], launcher: Any = None, stops_early: bool = False) 
     return finish_sweep(folder, started, outcomes, negligible)
 
 
+def check_baseline(folder: Path, job: Job) -> None:
+    """Raise UserError if the sweep has begun with another setting than that of a job."""
+    started = read_json(folder / "sweep.json").get("jobs", [])
+    if started and identify_setting(read_config(folder / started[0])) != job.setting:
+        advice = "list this setting first, or set another name"
+        raise UserError(f"{folder} compares all settings with {started[0]}; {advice}")
+
+
 def iter_seeds(jobs: list[Job], negligible: float) -> Iterator[list[Job]]:
     """Yield the jobs of one seed after the other, until all settings have a verdict.
 
@@ -52,13 +63,17 @@ def iter_seeds(jobs: list[Job], negligible: float) -> Iterator[list[Job]]:
     settings = {job.setting for job in jobs}
     seeds = [list(group) for _, group in groupby(jobs, key=lambda job: job.config["seed"])]
     for number, batch in enumerate(seeds, 1):
+        needed = [job for job in batch if job.setting in settings | {jobs[0].setting}]
+        is_new = not all(job.is_done() for job in needed)
         started = time.monotonic()
-        yield [job for job in batch if job.setting in settings | {jobs[0].setting}]
+        yield needed
         seconds = time.monotonic() - started
         sentences, folders = find_undecided(folder, negligible)
         settings = {job.setting for job in jobs if job.folder in folders}
         if not settings or number == len(seeds):
             return
+        if not is_new:
+            continue
         num_left = len(seeds) - number
         time_left = format_duration(num_left * seconds)
         print_text(f"at most {pluralize(num_left, 'more seed')} and {time_left} to decide")
@@ -77,7 +92,8 @@ def find_undecided(folder: Path, negligible: float) -> tuple[list[str], set[Path
     sentences = []
     folders = set()
     for variant, row in zip(variants, rows, strict=True):
-        if row["pairs"].value == 1 or row["verdict"].value == "undecided":
+        has_failed = "failed" in row["status"].value
+        if row["verdict"].value == "undecided" or (row["pairs"].value == 1 and not has_failed):
             sentences.append(describe_row(row, rows[0]))
             folders |= {run.folder for run in variant.runs}
     return sentences, folders

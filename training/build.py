@@ -58,7 +58,7 @@ def describe_run(
         "micro_batch_size": runtime.micro_batch_size,
         "accumulation": runtime.accumulation,
         "data": str(data.folder),
-        "text": data.text_hash,
+        "text_hash": data.text_hash,
         "n_params": n_params(model),
         "flops_per_token": flops_per_token(config.model, vocab_size, config.model.block_size),
         "kv_cache_bytes_per_token": kv_cache_bytes_per_token(config.model, runtime.dtype),

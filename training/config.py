@@ -176,7 +176,7 @@ class SweepConfig:
     # relative difference of validation losses that counts as none
     difference: float = setting(0.005, 0, below=1)
     # with seed=auto: seeds of a setting without a verdict, at most
-    max_seeds: int = setting(10, 2, 10**6)
+    max_seeds: int = setting(10, 2, 1000)
 
 
 @dataclass

@@ -73,6 +73,21 @@ def test_automatic_seeds_are_those_up_to_the_maximum(workdir):
     assert {job.setting for job in jobs} == {job.setting for job in jobs[:2]}
 
 
+def test_last_word_for_the_seed_counts(workdir):
+    jobs = start_sweep("attention=naive,sdpa", "seed=auto", "seed=5,6")
+    assert [job.config["seed"] for job in jobs] == [5, 5, 6, 6]
+
+
+def test_job_of_an_earlier_version_without_a_new_key_keeps_its_name(workdir):
+    (job, _) = start_sweep("attention=naive,sdpa")
+    config = job.config | {"model": {**job.config["model"]}}
+    del config["model"]["rotary_fraction"], config["sweep"]
+    renamed = job.folder.with_name("attention=first")
+    job.folder.rename(renamed)
+    write_config(renamed, config)
+    assert make_jobs([*TINY, "name=s", "attention=naive,sdpa"], None)[0].name == "attention=first"
+
+
 def test_higher_maximum_of_seeds_continues_the_same_jobs(workdir):
     words = ["attention=naive,sdpa", "seed=auto"]
     job, *_ = start_sweep(*words, "sweep.max_seeds=3")

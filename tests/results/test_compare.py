@@ -192,6 +192,30 @@ def test_sentences_are_sorted_by_loss_and_equal_losses_by_step_time(tmp_path):
     assert sentences[4] == "e: refused"
 
 
+@pytest.mark.parametrize(
+    ("facts", "sentence"),
+    [
+        ({"status": "refused"}, "b: attention=flex: refused"),
+        ({"status": "failed"}, "b: attention=flex: failed in 1 of 1 runs"),
+        ({"data": "another text"}, "b: attention=flex: not compared, because the baseline"),
+    ],
+)
+def test_sentence_says_why_a_setting_is_not_judged(tmp_path, facts, sentence):
+    runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", changes=KERNEL, **facts)]
+    assert describe_rows(compare_rows(runs))[-1].startswith(sentence)
+
+
+def test_comparison_without_a_threshold_has_that_of_the_first_run(workdir, no_picture):
+    for name, changes in (("a", None), ("b", LR)):
+        for seed in range(5):
+            facts = {"val": 1.0 + seed * len(changes or {}) / 1000}
+            changes = (changes or {}) | {"sweep.difference": 0.02}
+            write_run(Path(f"{name}{seed}"), seed, changes=changes, **facts)
+    runs = sorted(Path().glob("[ab]?"))
+    rows = compare(runs, Path("out"), None)
+    assert rows[1]["verdict"].value == "no difference above 2 %"
+
+
 # All sweeps
 
 
@@ -208,7 +232,7 @@ def test_history_has_the_sentences_of_all_sweeps_and_how_many_may_be_wrong(workd
     assert lines[0] == "first  2 runs, 0:02:00"
     assert lines[1].startswith("  n=2: undecided, 1 seed")
     assert lines[3] == "second  2 runs, 0:02:00"
-    assert lines[-1].startswith("0 better in 2 sweeps, of which at most 0.1 are expected")
+    assert lines[-1].startswith("0 better. At most 0.1 of the 2 sweeps are expected")
 
 
 def test_history_without_sweeps_is_refused(workdir, capsys):

@@ -21,7 +21,7 @@ from results.statistics import (
 STUDENT_T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 10: 2.228, 30: 2.042, 120: 1.980}
 LOSSES = [4.0 - step / 10 for step in range(12)]
 EQUAL = [0.0, 0.0, 0.0]
-FACTS = {"data": "x-bpe", "text": "x"}
+FACTS = {"data": "x-bpe", "text_hash": "x"}
 
 
 @pytest.mark.parametrize(("df", "t"), STUDENT_T.items())
@@ -106,7 +106,7 @@ def test_memory_is_the_median_of_the_runs(rows):
     [
         pytest.param({}, 1, 0.0, id="same"),
         pytest.param({"data": "x-char", "last_val_bpb": 0.6}, 1, 0.2, id="other tokenizer"),
-        pytest.param({"data": "y-bpe", "text": "y"}, 0, None, id="other text"),
+        pytest.param({"data": "y-bpe", "text_hash": "y"}, 0, None, id="other text"),
     ],
 )
 def test_only_runs_on_the_same_text_are_pairs(tmp_path, facts, pairs, difference):
@@ -233,6 +233,24 @@ def test_more_settings_need_more_evidence(tmp_path):
                 runs.append(write_run(folder, seed, val=val, changes=changes))
         verdicts.append(compare_rows(runs)[1]["verdict"].value)
     assert verdicts == ["worse", "undecided"]
+
+
+def test_variant_with_a_failed_run_is_not_judged_by_the_others(tmp_path):
+    """Otherwise, a setting that often diverges could be better by its lucky seeds."""
+    runs = [write_run(tmp_path / f"a{seed}", seed, val=1.0) for seed in range(5)]
+    for seed in range(5):
+        status = "failed" if seed == 3 else "finished"
+        facts = {"val": 0.9 + seed / 1000, "status": status, "changes": LR}
+        runs.append(write_run(tmp_path / f"b{seed}", seed, **facts))
+    assert compare_rows(runs)[1]["verdict"].value == "failed in 1 of 5 runs"
+
+
+def test_refused_setting_costs_no_evidence(tmp_path):
+    runs = [write_run(tmp_path / f"a{seed}", seed, val=3.0) for seed in range(4)]
+    runs += [write_run(tmp_path / f"b{n}", n, val=3.01 + n / 1e3, changes=LR) for n in range(4)]
+    alone = compare_rows(runs)[1]
+    refused = write_run(tmp_path / "c", status="refused", changes=KERNEL)
+    assert compare_rows([*runs, refused])[1]["difference"] == alone["difference"]
 
 
 def test_variant_without_a_pair_has_no_verdict(tmp_path):

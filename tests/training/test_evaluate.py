@@ -63,7 +63,7 @@ def test_validation_loss_and_bits_per_byte_are_of_all_targets_or_of_spread_windo
     prepared = Path(summary("a")["data"])
     model = GPT(GPTConfig(**saved["model_config"]), saved["vocab_size"], naive)
     model.load_state_dict(saved["model"])
-    tokens = PreparedData(prepared, read_meta(prepared)).val[:].astype(np.int64)
+    tokens = PreparedData(prepared, read_meta(prepared), "").val[:].astype(np.int64)
     nats = compute_losses(model.eval(), torch.from_numpy(tokens))
     assert len(nats) == len(tokens) - 1
     last = metrics("a")[-1]
