@@ -89,21 +89,23 @@ def print_comparison(rows: list[Row], out: Path) -> None:
 def print_history(sweeps: Path) -> None:
     """Print the verdicts of all sweeps in a folder, the oldest sweep first."""
     files = sorted(sweeps.glob("*/sweep.json"), key=lambda file: file.stat().st_mtime)
-    folders = [file.parent for file in files if (file.parent / "comparison.csv").exists()]
-    if not folders:
+    if not files:
         raise UserError(f"there is no run to compare, and no sweep in {sweeps}; {WHAT_TO_SET}")
-    num_better = 0
-    for folder in folders:
+    verdicts = []
+    for file in files:
+        folder = file.parent
         summaries = [read_json(path) for path in folder.glob("*/summary.json")]
         seconds = sum(summary.get("wall_seconds", 0) for summary in summaries)
         print_text(f"{folder.name}  {pluralize(len(summaries), 'run')}, {format_duration(seconds)}")
+        if not (folder / "comparison.csv").exists():
+            print_text("  not finished; the same command continues it")
+            continue
         for sentence in read_json(folder / "comparison.json").get("sentences", []):
             print_text(f"  {sentence}")
-        verdicts = [row["verdict"] for row in read_table(folder / "comparison.csv")]
-        num_better += verdicts.count("better")
+        verdicts += [row["verdict"] for row in read_table(folder / "comparison.csv")]
     print_text(
-        f"\n{num_better} better. At most {ERROR_RATE * len(folders):.1f} of the "
-        f"{pluralize(len(folders), 'sweep')} are expected to have a wrong verdict by chance."
+        f"\n{verdicts.count('better')} better, {verdicts.count('worse')} worse. By chance, up to "
+        f"{ERROR_RATE * len(files):.1f} of {pluralize(len(files), 'sweep')} have a wrong verdict."
     )
 
 
@@ -209,11 +211,15 @@ def describe_verdict(row: Row, baseline: Row) -> str:
         text += f" by {100 * abs(difference.value):.2f} %"
     if difference.low is not None:
         text += f" ({format_bounds(difference)})"
+    elif text == "undecided":
+        text += f" ({format_difference(difference.value)} so far)"
     text += f", {count_seeds(row['pairs'])}"
-    has_times = row["step_ms"].value and baseline["step_ms"].value
-    if has_times and row["device_name"] == baseline["device_name"]:
-        ratio = baseline["step_ms"].value / row["step_ms"].value
-        text += f"; steps {ratio:.2f} times as fast"
+    times = row["step_ms"]
+    baseline_times = baseline["step_ms"]
+    if times.low and baseline_times.low and row["device_name"] == baseline["device_name"]:
+        text += f"; steps {baseline_times.value / times.value:.2f} times as fast"
+        if times.low <= baseline_times.high and baseline_times.low <= times.high:
+            text += " (quartiles overlap)"
     return text
 
 
@@ -255,7 +261,10 @@ def list_notes(rows: list[Row]) -> list[str]:
     if any(row["val/loss"].low is not None for row in rows):
         notes.append("± is the 95 % confidence interval of the mean over seeds (Student's t).")
     if "undecided" in _distinct(rows, "verdict"):
-        notes.append("Undecided settings need more seeds: seed=auto, or a higher sweep.max_seeds.")
+        notes.append(
+            "Undecided settings need more seeds (seed=auto, or a higher sweep.max_seeds), or a "
+            "larger sweep.difference."
+        )
     step_times = [row["step_ms"] for row in rows if row["step_ms"].low is not None]
     if any(times.high > MAX_SPREAD * times.low for times in step_times):
         notes.append(

@@ -68,7 +68,7 @@ def plot_comparison(
     figure = make_figure(10, forest_height + 3.6 + 0.1 * len(rows))
     panels = figure.subplots(2, 2, height_ratios=(forest_height, 3.1)).flat
     differences, times, losses, distances = panels
-    title = "difference of the validation loss, % (grey: counts as none)"
+    title = "difference of the loss, % (left is better, grey counts as none)"
     _plot_forest(differences, title, names, [row["difference"] for row in rows], scale=100)
     differences.axvline(0, color=GREY, linewidth=1)
     differences.axvspan(-100 * negligible, 100 * negligible, color=GREY, alpha=0.12)

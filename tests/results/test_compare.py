@@ -147,8 +147,8 @@ def test_refused_variant_has_no_figures(tmp_path):
 
 def test_sentence_has_the_verdict_its_interval_the_seeds_and_the_speed(row):
     facts = {"verdict": Value("worse"), "difference": Value(0.012, 0.008, 0.016)}
-    facts |= {"variant": Value("model.n_layer=1"), "pairs": Value(4), "step_ms": Value(5.0)}
-    baseline = row | {"step_ms": Value(10.0)}
+    facts |= {"variant": Value("model.n_layer=1"), "pairs": Value(4), "step_ms": Value(5, 4, 6)}
+    baseline = row | {"step_ms": Value(10, 9, 11)}
     assert describe_row(row | facts, baseline) == (
         "model.n_layer=1: worse by 1.20 % (+0.80 to +1.60 %), 4 seeds; steps 2.00 times as fast"
     )
@@ -158,7 +158,7 @@ def test_sentence_has_the_verdict_its_interval_the_seeds_and_the_speed(row):
     ("verdict", "difference", "text"),
     [
         ("equal losses", Value(0.0), "equal losses, 2 seeds"),
-        ("undecided", Value(0.01), "undecided, 2 seeds"),
+        ("undecided", Value(0.01), "undecided (+1.00 % so far), 2 seeds"),
         (
             "no difference above 0.5 %",
             Value(0.001, -0.001, 0.003),
@@ -168,7 +168,9 @@ def test_sentence_has_the_verdict_its_interval_the_seeds_and_the_speed(row):
 )
 def test_sentence_of_a_verdict(row, verdict, difference, text):
     facts = {"verdict": Value(verdict), "difference": difference, "pairs": Value(2)}
-    assert describe_row(row | facts, row) == f"a: {text}; steps 1.00 times as fast"
+    assert describe_row(row | facts, row) == (
+        f"a: {text}; steps 1.00 times as fast (quartiles overlap)"
+    )
 
 
 @pytest.mark.parametrize("device", [Value("B"), Value()], ids=["another device", "unknown"])
@@ -230,9 +232,15 @@ def test_history_has_the_sentences_of_all_sweeps_and_how_many_may_be_wrong(workd
     assert run_command("compare") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "first  2 runs, 0:02:00"
-    assert lines[1].startswith("  n=2: undecided, 1 seed")
+    assert lines[1].startswith("  n=2: undecided (-33.33 % so far), 1 seed")
     assert lines[3] == "second  2 runs, 0:02:00"
-    assert lines[-1].startswith("0 better. At most 0.1 of the 2 sweeps are expected")
+    assert lines[-1].startswith("0 better, 0 worse. By chance, up to 0.1 of 2 sweeps")
+
+
+def test_history_lists_sweeps_that_are_not_finished(workdir, capsys):
+    write_run(write_sweep(Path("runs/sweeps/s"), ["seed=1"]) / "seed=1", wall_seconds=60)
+    assert run_command("compare") == 0
+    assert "not finished; the same command continues it" in capsys.readouterr().out
 
 
 def test_history_without_sweeps_is_refused(workdir, capsys):
