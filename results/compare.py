@@ -190,7 +190,7 @@ def _rank(row: Row) -> tuple:
 
 
 def describe_row(row: Row, baseline: Row) -> str:
-    """One sentence: the verdict with its interval, the seeds, and the ratio of step times."""
+    """One sentence: the label of a variant, and its verdict or why it has none."""
     if row is baseline and row["seeds"].value:
         text = f"baseline, loss {format_cell(row, 'val/loss')}, {count_seeds(row['seeds'])}"
     elif row["verdict"].value is not None:
@@ -203,6 +203,7 @@ def describe_row(row: Row, baseline: Row) -> str:
 
 
 def describe_verdict(row: Row, baseline: Row) -> str:
+    """The verdict, its interval, the number of pairs, and the ratio of step times."""
     text = row["verdict"].value
     difference = row["difference"]
     if text.startswith("failed"):

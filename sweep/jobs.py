@@ -36,7 +36,8 @@ class Job:
 
     @property
     def setting(self) -> str:
-        return identify_setting(self.config)
+        """A text that is equal for jobs that differ only in the seed."""
+        return identify_config(flatten_dict(self.config) | {"seed": None})
 
     def is_done(self) -> bool:
         """Whether a run with these settings has finished."""
@@ -46,11 +47,16 @@ class Job:
 
     def check_folder(self) -> None:
         """Raise UserError if the folder contains a run with a different config."""
-        changes = describe_changes(read_trained_config(self.folder), flatten_dict(self.config))
-        fixed = [changes[key] for key in changes if not key.startswith(CHANGEABLE_KEYS)]
+        fixed = find_fixed_changes(read_trained_config(self.folder), flatten_dict(self.config))
         if fixed:
             advice = "restore the old values, or set another name"
-            raise UserError(f"{self.folder} was trained with {', '.join(fixed)}; {advice}")
+            raise UserError(f"{self.folder} was trained with {', '.join(fixed.values())}; {advice}")
+
+
+def find_fixed_changes(old: dict, new: dict) -> dict[str, str]:
+    """Describe the changes of flat configs by key, without CHANGEABLE_KEYS."""
+    changes = describe_changes(old, new)
+    return {key: changes[key] for key in changes if not key.startswith(CHANGEABLE_KEYS)}
 
 
 def identify_config(config: dict) -> str:
@@ -64,11 +70,6 @@ def identify_config(config: dict) -> str:
         if value is not None and not key.startswith(SWEEP_KEYS)
     }
     return json.dumps(settings, sort_keys=True, default=str)
-
-
-def identify_setting(config: dict) -> str:
-    """A text that is equal for configs that differ only in the seed."""
-    return identify_config(flatten_dict(config) | {"seed": None})
 
 
 def read_started_jobs(sweep: Path) -> dict[str, str]:

@@ -12,11 +12,12 @@ from common.console import format_duration, pluralize, print_text
 from common.errors import EXIT_CODES, UserError
 from common.files import read_json, write_json
 from common.process import command_line
+from common.settings import flatten_dict
 from results.compare import compare, compare_variants, describe_row, print_comparison
 from results.read import read_variants
 from results.wandb import WandbExport
-from sweep.jobs import Job, Outcome, identify_setting, train_job
-from training.run_folder import read_config
+from sweep.jobs import Job, Outcome, find_fixed_changes, train_job
+from training.run_folder import read_trained_config
 
 
 def run_sweep(jobs: list[Job], launcher: Any = None, stops_early: bool = False) -> int:
@@ -49,7 +50,9 @@ def run_sweep(jobs: list[Job], launcher: Any = None, stops_early: bool = False) 
 def check_baseline(folder: Path, job: Job) -> None:
     """Raise UserError if the sweep has begun with another setting than that of a job."""
     started = read_json(folder / "sweep.json").get("jobs", [])
-    if started and identify_setting(read_config(folder / started[0])) != job.setting:
+    trained = read_trained_config(folder / started[0]) if started else {}
+    changes = find_fixed_changes(trained, flatten_dict(job.config))
+    if changes.keys() - {"seed"}:
         advice = "list this setting first, or set another name"
         raise UserError(f"{folder} compares all settings with {started[0]}; {advice}")
 

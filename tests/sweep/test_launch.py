@@ -11,7 +11,7 @@ from common.errors import EXIT_CODES, UserError
 from common.files import read_json
 from sweep import launch
 from sweep.jobs import Job, Outcome
-from sweep.launch import find_missing_jobs, finish_sweep, run_sweep, train_jobs
+from sweep.launch import check_baseline, find_missing_jobs, finish_sweep, run_sweep, train_jobs
 from training.run_folder import write_config
 
 SWEEP = Path("runs/sweeps/s")
@@ -96,6 +96,17 @@ NOISE = [0.0, 0.1, -0.1, 0.05, -0.1, 0.0, 0.1]  # by seed
 NOISE_SCALES = {"first": 0.001, "better": -0.001, "equal": -0.001, "noise": 1.0}
 
 
+def make_model_job(name: str, seed: int, steps: int = 8) -> Job:
+    config = {
+        "seed": seed,
+        "model": {"name": name},
+        "sweep": {"difference": 0.005},
+        "train": {"steps": steps},
+        "wandb": {"mode": "disabled"},
+    }
+    return Job(f"{name}-{seed}", SWEEP / f"{name}-{seed}", [], config)
+
+
 def train_quickly(job: Job) -> Outcome:
     """Write the run of a job, with the loss of its setting and the noise of its seed."""
     name = job.config["model"]["name"]
@@ -121,17 +132,8 @@ def run_automatic_sweep(monkeypatch, *names: str, max_seeds: int = 6) -> list[st
         return train_quickly(job)
 
     monkeypatch.setattr(launch, "train_job", train_job)
-    jobs = []
-    for seed in range(1, max_seeds + 1):
-        for name in names:
-            config = {
-                "seed": seed,
-                "model": {"name": name},
-                "sweep": {"difference": 0.005},
-                "train": {"steps": 8},
-                "wandb": {"mode": "disabled"},
-            }
-            jobs.append(Job(f"{name}-{seed}", SWEEP / f"{name}-{seed}", [], config))
+    seeds = range(1, max_seeds + 1)
+    jobs = [make_model_job(name, seed) for seed in seeds for name in names]
     run_sweep(jobs, stops_early=True)
     return trained
 
@@ -174,6 +176,12 @@ def test_sweep_with_another_first_setting_is_refused(workdir, monkeypatch, names
     run_automatic_sweep(monkeypatch, "first", "noise", max_seeds=2)
     with pytest.raises(UserError, match=r"compares all settings with first-1; list this setting"):
         run_automatic_sweep(monkeypatch, *names, max_seeds=3)
+
+
+def test_sweep_with_more_steps_continues(workdir, monkeypatch):
+    """The steps of a sweep may change, so that its runs continue."""
+    run_automatic_sweep(monkeypatch, "first", "better", max_seeds=2)
+    check_baseline(SWEEP, make_model_job("first", seed=1, steps=9))
 
 
 def test_sweep_ends_if_its_first_setting_cannot_run(workdir, monkeypatch):
