@@ -67,3 +67,12 @@ def test_validation_loss_is_the_mean_of_the_seeds_without_the_first_evaluation(
     (line,) = figures[0].axes[2].lines
     assert line.get_xdata().tolist() == [1, 2, 3, 4, 5, 6]
     assert line.get_ydata().tolist() == [9.5, 8.5, 7.5, 6.5, 5.5, 4.5]
+
+
+def test_differences_that_count_as_none_are_grey(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(plots, "save_figure", lambda figure, path: figures.append(figure))
+    variants = read_variants([write_run(tmp_path / "a"), write_run(tmp_path / "b", changes=KERNEL)])
+    plot_comparison(variants, compare_variants(variants, 0.02), 0.02, tmp_path / "a.png")
+    (band,) = figures[0].axes[0].patches
+    assert (band.get_x(), band.get_width()) == (-2.0, 4.0)  # percent

@@ -91,9 +91,9 @@ def test_exit_code_of_a_sweep(statuses, status, monkeypatch):
 
 # Sweeps that stop when all settings have a verdict
 
-LOSSES = {"first": 2.0, "better": 1.9, "equal": 2.0, "noise": 2.0}
+LOSSES = {"first": 2.0, "better": 1.9, "equal": 2.0, "noise": 2.0, "unstable": 1.9}
 NOISE = [0.0, 0.1, -0.1, 0.05, -0.1, 0.0, 0.1]  # by seed
-NOISE_SCALES = {"first": 0.001, "better": -0.001, "equal": -0.001, "noise": 1.0}
+NOISE_SCALES = {"first": 0.001, "better": -0.001, "equal": -0.001, "noise": 1.0, "unstable": 0.1}
 
 
 def make_model_job(name: str, seed: int, steps: int = 8) -> Job:
@@ -111,6 +111,10 @@ def train_quickly(job: Job) -> Outcome:
     """Write the run of a job, with the loss of its setting and the noise of its seed."""
     name = job.config["model"]["name"]
     seed = job.config["seed"]
+    if name == "unstable" and seed == 2:
+        write_run(job.folder, seed, status="failed", changes={"model.name": name})
+        write_config(job.folder, job.config)
+        return Outcome("failed", "no")
     if name in ("refused", "failed"):
         write_run(job.folder, seed, status=name, changes={"model.name": name})
         return Outcome(name, "no")
@@ -167,8 +171,10 @@ def test_setting_that_cannot_run_is_not_tried_again(workdir, monkeypatch):
 
 
 def test_setting_that_fails_is_not_trained_again(workdir, monkeypatch):
-    trained = run_automatic_sweep(monkeypatch, "first", "failed", "better")
+    trained = run_automatic_sweep(monkeypatch, "first", "failed", "unstable", "better")
     assert "failed-2" not in trained
+    assert "unstable-2" in trained
+    assert "unstable-3" not in trained
 
 
 @pytest.mark.parametrize("names", [("noise", "first"), ("better", "equal")])
