@@ -112,7 +112,7 @@ def make_jobs(words: list[str], config_dir: str | None) -> list[Job]:
     values = list_values(words)
     swept = sorted(key for key in values if len(values[key]) > 1)
     if not swept:
-        advice = "set seed=1,2,3, for example, or remove -m"
+        advice = "list some, as in model.n_layer=2,4 or seed=1,2,3, or remove -m"
         raise UserError(f"-m needs several values for at least one key; {advice}")
     if has_automatic_seeds(words):
         values["seed"] = ["1"]

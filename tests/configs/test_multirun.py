@@ -228,7 +228,7 @@ def test_sweep_without_a_name_gets_a_new_folder(workdir):
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        (["-m", "seed=1"], ("several values", "set seed=1,2,3")),
+        (["-m", "seed=1"], ("several values", "seed=1,2,3, or remove -m")),
         ([*SWEEP, "data.path=text.txt", "model.n_embd=96,97"], ("model.n_embd=97", "n_head=2")),
         ([*SWEEP, "data.path=text.txt", "name=a/b"], ("name='a/b'", "use up to 100 letters")),
         ([*SWEEP, "data.path=text.txt,missing.txt"], ("data.path=missing.txt", "set a file")),
