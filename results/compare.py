@@ -211,16 +211,16 @@ def describe_verdict(row: Row, baseline: Row) -> str:
     if text in ("better", "worse"):
         text += f" by {100 * abs(difference.value):.2f} %"
     if difference.low is not None:
-        text += f" ({format_bounds(difference)})"
+        text += f" (loss {format_bounds(difference)})"
     elif text == "undecided":
-        text += f" ({format_difference(difference.value)} so far)"
+        text += f" (loss {format_difference(difference.value)} so far)"
     text += f", {count_seeds(row['pairs'])}"
     times = row["step_ms"]
     baseline_times = baseline["step_ms"]
     if times.low and baseline_times.low and row["device_name"] == baseline["device_name"]:
-        text += f"; steps {baseline_times.value / times.value:.2f} times as fast"
-        if times.low <= baseline_times.high and baseline_times.low <= times.high:
-            text += " (quartiles overlap)"
+        quartiles_overlap = times.low <= baseline_times.high and baseline_times.low <= times.high
+        ratio = "about" if quartiles_overlap else f"{baseline_times.value / times.value:.2f} times"
+        text += f"; steps {ratio} as fast"
     return text
 
 

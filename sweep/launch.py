@@ -125,9 +125,11 @@ def train_jobs(todo: list[Job], launcher: Any = None) -> dict[str, Outcome]:
         for job, outcome in results:
             outcomes[job.name] = outcome
             num_missing = len(todo) - len(outcomes)
-            seconds_left = (time.monotonic() - started) / len(outcomes) * num_missing
-            progress = f"{num_missing} to go, {format_duration(seconds_left)} left"
-            print_text(f"{job.name}  {outcome.status}: {outcome.details} ({progress})")
+            line = f"{job.name}  {outcome.status}: {outcome.details}"
+            if num_missing > 0:
+                seconds_left = (time.monotonic() - started) / len(outcomes) * num_missing
+                line += f" ({num_missing} to go, {format_duration(seconds_left)} left)"
+            print_text(line)
     except KeyboardInterrupt:
         name = todo[0].folder.parent.name
         message = f"stopped; resume with the same command and name={name}"

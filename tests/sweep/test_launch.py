@@ -57,7 +57,7 @@ def test_sweep_prints_each_outcome(monkeypatch, capsys):
     assert list(outcomes) == ["seed=1", "seed=2"]
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("seed=1  failed: why (1 to go, ")
-    assert second == "seed=2  failed: why (0 to go, 0:00:00 left)"
+    assert second == "seed=2  failed: why"
 
 
 @pytest.mark.parametrize(
