@@ -93,9 +93,9 @@ METRICS: dict[str, Metric] = {
         "difference",
         format_difference,
         DIFFERENCE,
-        "Differences are relative to the baseline's validation loss, for runs with the same seed. "
-        "Their intervals contain all true differences with a probability of 95 %, also if you look "
-        "after each seed.",
+        "Differences are relative to the baseline's validation loss, for runs with the same seed; "
+        "a lower loss is better. With a probability of 95 %, all true differences are within their "
+        "intervals, no matter how often you look.",
     ),
     "seeds": Metric("seeds", compare=COMPUTED),  # of finished runs
     "pairs": Metric(compare=COMPUTED),  # seeds that the baseline has, too

@@ -36,7 +36,7 @@ def run_sweep(jobs: list[Job], launcher: Any = None, stops_early: bool = False) 
         job.check_folder()
     num_done = sum(job.is_done() for job in jobs)
     limit = "at most " if stops_early else ""
-    print_text(f"sweep    {folder}, {limit}{len(jobs)} runs, {num_done} of them finished before")
+    print_text(f"sweep    {folder}, {limit}{len(jobs)} runs, {num_done} of them finished")
     batches = iter_seeds(jobs, negligible) if stops_early else [jobs]
     started = []
     outcomes = {}

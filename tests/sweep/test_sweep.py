@@ -141,7 +141,7 @@ def test_sweep_that_is_started_again_resumes_its_job(stopped_sweep):
 
 @pytest.mark.slow
 def test_sweep_that_is_started_again_does_not_touch_finished_jobs(stopped_sweep):
-    assert "1 of them finished before" in stopped_sweep.interrupted.out
+    assert "1 of them finished" in stopped_sweep.interrupted.out
     assert list_times("runs/sweeps/s/seed=2") == stopped_sweep.times_of_seed_2
 
 
