@@ -218,9 +218,9 @@ def describe_verdict(row: Row, baseline: Row) -> str:
     times = row["step_ms"]
     baseline_times = baseline["step_ms"]
     if times.low and baseline_times.low and row["device_name"] == baseline["device_name"]:
-        quartiles_overlap = times.low <= baseline_times.high and baseline_times.low <= times.high
-        ratio = "about" if quartiles_overlap else f"{baseline_times.value / times.value:.2f} times"
-        text += f"; steps {ratio} as fast"
+        text += f"; steps {baseline_times.value / times.value:.2f} times as fast"
+        if times.low <= baseline_times.high and baseline_times.low <= times.high:
+            text += ", which may be noise"
     return text
 
 
