@@ -20,7 +20,8 @@ from results.read import Variant, read_curves
 from results.statistics import divergence, find_pairs
 
 LEGEND_LABEL_CHARS = 65
-ROW_LABEL_CHARS = 40
+ROW_LABEL_CHARS = 40  # per line
+ROW_LABEL_LINES = 3  # which fit into the height of a row
 MIN_EVALUATIONS = 4  # with as many, the loss before training is not plotted
 
 
@@ -62,13 +63,13 @@ def plot_comparison(
     rows: result of compare_variants. negligible: a relative difference that counts as none.
     """
     labels = [_make_label(row) for row in rows]
-    names = [label[:ROW_LABEL_CHARS].replace(", ", "\n") for label in labels]
+    names = [_break_label(label) for label in labels]
     kernels = [row["kernel"].value or "" for row in rows]
     forest_height = 1.0 + 0.45 * len(rows)
     figure = make_figure(10, forest_height + 3.6 + 0.1 * len(rows))
     panels = figure.subplots(2, 2, height_ratios=(forest_height, 3.1)).flat
     differences, times, losses, distances = panels
-    title = "difference of the loss, % (left is better, grey counts as none)"
+    title = "loss difference, % (left is better, grey is none)"
     _plot_forest(differences, title, names, [row["difference"] for row in rows], scale=100)
     differences.axvline(0, color=GREY, linewidth=1)
     differences.axvspan(-100 * negligible, 100 * negligible, color=GREY, alpha=0.12)
@@ -79,6 +80,12 @@ def plot_comparison(
     legend = losses.get_legend_handles_labels()
     figure.legend(*legend, loc="outside lower center", ncols=2, frameon=False, fontsize=9)
     save_figure(figure, path)
+
+
+def _break_label(label: str) -> str:
+    """The first settings of a label, one per line, which is cut."""
+    settings = label.split(", ")[:ROW_LABEL_LINES]
+    return "\n".join(setting[:ROW_LABEL_CHARS] for setting in settings)
 
 
 def _make_label(row: dict[str, Value]) -> str:
@@ -120,7 +127,8 @@ def _plot_losses(axes, variants: list[Variant], labels: list[str]) -> None:
             steps = steps[1:]  # the loss before training would flatten the rest of the curve
         losses = np.array([[curve[step] for step in steps] for curve in curves])
         style = line_style(index, len(variants), max_width=5.0)
-        axes.plot(steps, losses.mean(axis=0), label=labels[index], **style)
+        marker = "o" if len(steps) == 1 else None  # a line needs two points
+        axes.plot(steps, losses.mean(axis=0), label=labels[index], marker=marker, **style)
         band = losses.min(axis=0), losses.max(axis=0)
         axes.fill_between(steps, *band, color=style["color"], alpha=0.13)
 

@@ -76,3 +76,28 @@ def test_differences_that_count_as_none_are_grey(tmp_path, monkeypatch):
     plot_comparison(variants, compare_variants(variants, 0.02), 0.02, tmp_path / "a.png")
     (band,) = figures[0].axes[0].patches
     assert (band.get_x(), band.get_width()) == (-2.0, 4.0)  # percent
+
+
+def test_rows_have_one_setting_per_line(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(plots, "save_figure", lambda figure, path: figures.append(figure))
+    changes = {"model.key_offset": True, "model.rotary_fraction": 0.5}
+    variants = read_variants(
+        [write_run(tmp_path / "a"), write_run(tmp_path / "b", changes=changes)]
+    )
+    variants[1].label = "model.key_offset=true, model.rotary_fraction=0.5"
+    plot_comparison(variants, compare_variants(variants, 0.02), 0.02, tmp_path / "a.png")
+    label = figures[0].axes[0].get_yticklabels()[1].get_text()
+    assert label == "model.key_offset=true\nmodel.rotary_fraction=0.5"
+
+
+def test_single_evaluation_is_visible(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(plots, "save_figure", lambda figure, path: figures.append(figure))
+    run = write_run(tmp_path / "a")
+    last = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1]
+    (run / "metrics.jsonl").write_text(last + "\n", encoding="utf-8")
+    variants = read_variants([run])
+    plot_comparison(variants, compare_variants(variants, 0.02), 0.02, tmp_path / "a.png")
+    (line,) = figures[0].axes[2].lines
+    assert (len(line.get_xdata()), line.get_marker()) == (1, "o")
