@@ -12,7 +12,8 @@ most used keys:
   experiment=NAME       a complete recipe from configs/experiment/
   data.path=FILE        the text to train on
   preset=1MB            for this amount of text: 20kB, 100kB, 300kB, 1MB, 3MB or 10MB; or auto
-  train.minutes=M       without train.steps: a model for this text and M minutes on this machine
+  train.minutes=M       without train.steps: a model for this text and M minutes on this machine;
+                        for a short text, of several models (train.n_teachers=null: of one)
   train.steps=N         optimizer steps; or train.epochs=N, passes over the text
   train.batch_size=N    sequences per step; train.micro_batch_size=N splits it to fit into memory
   model.n_layer=N       size of the model, with model.n_head, model.n_embd and model.block_size
@@ -59,7 +60,7 @@ from training.plan import show_plan
 from training.presets import choose_preset
 from training.run_folder import RunFolder
 from training.runtime import resolve_runtime, seed_device
-from training.schedule import lr_scale
+from training.teachers import mean_probabilities
 from training.train_state import TrainState
 
 
@@ -77,8 +78,8 @@ def main(config: RunConfig) -> int:
 
         # data, model and optimizers
         data = build_data(config, run, dist)
-        document_mask = config.data.document_mask
-        loader = Loader(data, config.model.block_size, config.seed, device, document_mask)
+        T = config.model.block_size
+        loader = Loader(data, T, config.seed, device, config.data.document_mask)
         torch.manual_seed(config.seed)
         model = build_model(config, runtime, data.meta["vocab_size"])
         if config.train.init_from is not None and not run.resumes:
@@ -89,9 +90,8 @@ def main(config: RunConfig) -> int:
         scaler = torch.amp.GradScaler(device.type, enabled=runtime.dtype == torch.float16)
 
         # training state: from the last checkpoint, if the run resumes
-        steps_per_epoch = loader.windows_per_epoch / config.train.batch_size
-        warmup_steps = config.schedule.warmup_steps
-        state = TrainState(config.train, model, optimizers, scaler, steps_per_epoch, warmup_steps)
+        epoch_steps = loader.windows_per_epoch / config.train.batch_size
+        state = TrainState(config.train, config.schedule, model, optimizers, scaler, epoch_steps)
         header = make_checkpoint_header(config, data.meta)  # what all its checkpoints have
         load_last_checkpoint(run, state, header, dist)
         if run.is_finished(state):
@@ -111,9 +111,7 @@ def main(config: RunConfig) -> int:
         stop = stack.enter_context(StopRequest())  # until stop.enable(), a signal raises
 
         # evaluate the initial weights, or repeat the evaluation that a signal has stopped
-        evaluator = Evaluator(
-            config.eval, runtime, loader, run, stop, model=model, wrapped_model=wrapped_model
-        )
+        evaluator = Evaluator(config.eval, runtime, loader, run, stop, model, wrapped_model)
         if state.evaluation_was_stopped or (state.step == 0 and config.eval.initial):
             evaluation = evaluator.evaluate(state)
             logger.log_step(state.unlogged | evaluation)
@@ -122,10 +120,11 @@ def main(config: RunConfig) -> int:
 
         B = runtime.micro_batch_size
         while not state.is_done:
+            if state.model_progress >= 1:  # with train.n_teachers, a run trains several models
+                state.start_next_model(config.seed)
+            loader.select_order(len(state.teachers))  # each model reads the text in its own order
             logger.start_step()
-            # set the learning rate of this step
-            scale = lr_scale(config.schedule, state.step, state.progress, state.warmup_progress)
-            set_lr(optimizers, scale)
+            set_lr(optimizers, state.lr_scale)
 
             # forward and backward, accumulating gradients over micro batches
             step_start = state.step * config.train.batch_size  # first sequence of this step
@@ -137,6 +136,8 @@ def main(config: RunConfig) -> int:
             for i in range(runtime.accumulation):
                 with logger.phase("data"):
                     x, y, doc_ids = loader.batch("train", rank_start + i * B, B)
+                if state.is_student:  # its targets are probabilities
+                    y = mean_probabilities(state.teachers, x, y, doc_ids, runtime.autocast())
                 seed_device(device, config.seed, state.step, i, dist.rank)  # repeatable dropout
                 is_last = i == runtime.accumulation - 1
                 runtime.parallel.sync_gradients(wrapped_model, enabled=is_last)
@@ -155,9 +156,9 @@ def main(config: RunConfig) -> int:
             state.count_step(dist, stop.requested)  # all processes agree on time and stop
 
             # evaluate, log and save
-            lr = config.optimizer.lr * scale  # for the log
+            lr = optimizers[0].param_groups[0]["lr"]  # optimizer.lr, scaled
             metrics = {"train/loss": dist.all_reduce_mean(loss), "grad_norm": grad_norm, "lr": lr}
-            evaluates = state.step % config.eval.every == 0 or state.progress >= 1
+            evaluates = state.evaluation_is_due(config.eval.every)
             if evaluates:
                 metrics |= evaluator.evaluate(state)
             if evaluates and state.stopped:  # the resumed run evaluates again, and logs the row

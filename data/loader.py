@@ -1,14 +1,14 @@
-"""Batches of token windows. A batch is a pure function of (split, first, count), without any state.
+"""Batches of token windows. A batch is a pure function of (split, first, count), and of an order.
 
 Training: the n tokens of the split form a ring. An epoch cuts the ring at a random phase into
 ceil(n / T) windows, so that each token is a target once (a few twice, where the last window
 overlaps the first). T is block_size. All epochs read the windows in the same random order, so that
 a token returns after a complete epoch. With a new order in each epoch, many would return early,
 while the model still remembers them: the validation loss rose at the start of each epoch
-(docs/experiments/text-sizes.md).
+(docs/experiments/text-sizes.md). If a run trains several models, each has its own order.
 
-Sequence i depends only on the seed and i: resuming needs only its number, and any number of
-processes sees the same batches.
+Sequence i depends only on the seed, the order and i: resuming needs only these numbers, and any
+number of processes sees the same batches.
 
 Validation: windows are consecutive. The last one ends with the text; its targets that the previous
 window also has are masked, so that every target counts once.
@@ -51,12 +51,8 @@ class Loader:
         self.tokenizer = data.tokenizer
         self.train = data.train
         self.windows_per_epoch = math.ceil(len(self.train) / block_size)
-        self.phases: dict[int, int] = {}  # by epoch
-        # of the windows, in the smallest dtype that has their numbers
-        self.order = np.arange(
-            self.windows_per_epoch, dtype=np.min_scalar_type(self.windows_per_epoch)
-        )
-        self._draw_phase(0).shuffle(self.order)
+        self.order_number: int | None = None
+        self.select_order(0)
         self.val = data.val
         self.val_T = min(block_size, len(self.val) - 1)
         self.val_windows = math.ceil((len(self.val) - 1) / self.val_T)
@@ -67,6 +63,18 @@ class Loader:
                 "lacks; set it to false, or use a text of several documents and a tokenizer "
                 "built from it"
             )
+
+    def select_order(self, number: int) -> None:
+        """Read the training windows in one of many random orders, with its own phases."""
+        if number == self.order_number:
+            return
+        self.order_number = number
+        self.phases: dict[int, int] = {}  # by epoch
+        # of the windows, in the smallest dtype that has their numbers
+        self.order = np.arange(
+            self.windows_per_epoch, dtype=np.min_scalar_type(self.windows_per_epoch)
+        )
+        self._draw_phase(0).shuffle(self.order)
 
     def batch(
         self, split: str, first: int, count: int, stride: float = 1
@@ -113,7 +121,8 @@ class Loader:
 
     def _draw_phase(self, epoch: int) -> np.random.Generator:
         """Draw where the windows of an epoch begin. Returns its random numbers."""
-        rng = np.random.default_rng((self.seed, epoch))
+        # for NumPy, (seed, epoch, 0) is the seed (seed, epoch) of earlier versions
+        rng = np.random.default_rng((self.seed, epoch, self.order_number))
         self.phases[epoch] = int(rng.integers(self.T))
         return rng
 

@@ -258,7 +258,7 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Next-token logits (B, T, V), or the cross entropy if targets are given.
 
-        targets (B, T): next tokens; -100 is ignored.
+        targets (B, T): next tokens; -100 is ignored. Or (B, T, V): their probabilities.
         doc_ids (B, T): document of each token, see backbone.
         reduction: "mean" or "sum" over the targets.
         The cross entropy is a float32 scalar, in nats per target with "mean".
@@ -269,7 +269,7 @@ class GPT(nn.Module):
         return linear_cross_entropy(
             x.flatten(0, 1),
             self.lm_head.weight,
-            targets.flatten(),
+            targets.flatten(0, 1),
             self.vocab_size,
             reduction,
             softcap=self.config.logit_softcap,

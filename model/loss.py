@@ -30,7 +30,8 @@ def linear_cross_entropy(
 
     x (N, C): hidden states.
     weight (rows, C): rows from vocab_size on are padding.
-    targets (N): token ids; IGNORE_INDEX is not counted.
+    targets (N): token ids; IGNORE_INDEX is not counted. Or (N, vocab_size): probabilities, whose
+        logits are never chunked. A row of zeros adds nothing to the sum.
     reduction: "mean" or "sum" over the counted targets.
     softcap: bound of the logits (model/layers.py).
 
@@ -40,7 +41,8 @@ def linear_cross_entropy(
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     max_logits = max_chunk_logits(x.device)
     rows = weight.shape[0]
-    if x.shape[0] * rows <= max_logits or dtype == torch.float16:
+    is_small = x.shape[0] * rows <= max_logits
+    if is_small or dtype == torch.float16 or targets.is_floating_point():
         logits = apply_softcap(F.linear(x, weight)[:, :vocab_size].float(), softcap)
         return F.cross_entropy(logits, targets, reduction=reduction)
 

@@ -39,6 +39,10 @@ def plot_run(folder: Path) -> None:
         linewidth=0.8,
         label="training, each step's batch",
     )
+    # the first step of each model, with train.n_teachers
+    model_starts = {number: step for step, number in reversed(curves["teachers"].items())}
+    for step in model_starts.values():
+        axes.axvline(step, color=GREY, linestyle=":", linewidth=1)
     losses = curves["val/loss"]
     label = f"validation, best {min(losses.values(), default=math.nan):.3f}"
     axes.plot(

@@ -66,6 +66,9 @@ def _describe_length(config: RunConfig, summary: dict[str, Any], train_tokens: i
         length += f", {count} of {pluralize(summary['micro_batch_size'], 'sequence')}"
     if train.steps is not None and train.epochs is None:
         length += f", {format_epochs(train.steps * tokens_per_step / train_tokens)}"
+    if train.n_teachers is not None:
+        models = f"{train.n_teachers} teachers and a student"
+        length += f", for each of {models}" if train.minutes is None else f", with up to {models}"
     return length
 
 

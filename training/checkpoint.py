@@ -2,8 +2,8 @@
 
 format: version of this list
 the fields of TrainState in SAVED_FIELDS
-model, optimizer, scaler: state by parameter name, equal for eager and compiled runs, on any
-    number of devices
+model, optimizer, scaler, teachers: state by parameter name, equal for eager and compiled runs, on
+    any number of devices
 vocab_size, tokenizer, model_config: everything that sampling needs
 identity: settings that must not change when the run resumes
 config: the complete run config, for readers and error messages; nothing is built from it
@@ -49,6 +49,7 @@ def make_checkpoint_header(config: RunConfig, meta: dict) -> dict[str, Any]:
         "train.init_from": config.train.init_from,
         "optimizer.name": config.optimizer.name,
         "train.batch_size": config.train.batch_size,
+        "train.n_teachers": config.train.n_teachers,
     }
     return {
         "model_config": asdict(config.model),
@@ -71,8 +72,9 @@ def load_last_checkpoint(run: RunFolder, state: TrainState, header: dict, dist: 
             raise damaged(run.last, "it has no optimizer state, as best.pt")
         check_identity(run.folder, saved, header)
         step = saved["step"]
-        if step > (state.config.steps or math.inf):
-            raise UserError(f"{run.last} has finished step {step}; set train.steps={step} or more")
+        steps = step - saved.get("model_step", 0)  # of the last model
+        if steps > (state.config.steps or math.inf):
+            raise UserError(f"{run.last} has finished step {step}; set train.steps={steps} or more")
         state.load_state_dict(saved)
     found = f"{run.folder} at step {state.step} with the best evaluation at step {state.best_step}"
     dist.require_equal(found, f"copy the newest {run.folder} to all machines")
@@ -81,7 +83,7 @@ def load_last_checkpoint(run: RunFolder, state: TrainState, header: dict, dist: 
 def check_identity(folder: Path, saved: dict, header: dict) -> None:
     """Raise UserError if a checkpoint is of a run with another identity. Lists the differences."""
     model = GPTConfig.from_saved(saved["model_config"])  # has keys that are newer than the run
-    old = _model_identity(model) | saved["identity"]
+    old = _model_identity(model) | {"train.n_teachers": None} | saved["identity"]
     changes = describe_changes(old, header["identity"])
     if "data" in changes:  # a hash of the text and of the settings that read it: name these
         del changes["data"]
@@ -206,7 +208,8 @@ class CheckpointWriter:
                 "the command again: it resumes from the last checkpoint"
             )
         if state.is_best:
-            save_checkpoint(run.best, content | {"optimizer": None})  # about a third of the size
+            # about a third of the size
+            save_checkpoint(run.best, content | {"optimizer": None, "teachers": []})
         if state.step > 0:
             # If a resumed run has repeated an evaluation, last.pt is of this step already.
             if self.config.keep > 0 and 0 < self.last_step < state.step:

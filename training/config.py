@@ -7,6 +7,7 @@ the command line and YAML files set values.
 This module does not import torch, so that wrong settings are reported immediately.
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,7 @@ MAX_STEPS = 10**12
 OVERFITTING_EVALS = 3
 # first steps of a process, excluded from medians: caches fill, and kernels are selected
 WARMUP_STEPS = 5
+FORWARD_SHARE = 1 / 3  # of the FLOPs of forward and backward passes
 TOO_LARGE_DECAY = "reverses the sign of the weights at each step; set less than 1 /"
 
 
@@ -33,9 +35,10 @@ TOO_LARGE_DECAY = "reverses the sign of the weights at each step; set less than 
 class TrainConfig:
     """Length of the run, and size of a step."""
 
-    # optimizer steps (preset)
+    # optimizer steps of each model (preset)
     steps: int | None = setting(1000, 1, MAX_STEPS)
-    # passes over the training text; the run ends at steps, epochs or minutes, whichever comes first
+    # passes of each model over the training text; steps, epochs or minutes end a run, whichever
+    # comes first
     epochs: float | None = setting(None, above=0)
     # time limit. Without steps, a preset for text and time also sets model, vocabulary and batch
     minutes: float | None = setting(None, above=0, high=1e9)
@@ -49,6 +52,9 @@ class TrainConfig:
     patience: int | None = setting(None, 1, MAX_STEPS)
     # record steps 6 to 8, and print where their time goes
     profile: bool = False
+    # models that are trained first, if train.minutes allows. The last model, the student, learns
+    # their mean probabilities (training/teachers.py; preset for text and time)
+    n_teachers: int | None = setting(None, 2, 100)
     # recompute activations in the backward pass: of blocks, or of attention only
     activation_checkpointing: str = setting("none", choices=("none", "block", "attention"))
     # initial weights: of a run, of a model in the format of transformers, or of OpenAI
@@ -57,6 +63,23 @@ class TrainConfig:
     def rules(self, section: str) -> Iterator[Rule]:
         has_end = any(limit is not None for limit in (self.steps, self.epochs, self.minutes))
         yield "steps", has_end, "needs train.epochs or train.minutes; set one of them"
+        if self.n_teachers is not None:
+            for key in ("init_from", "patience"):
+                advice = "cannot be combined with train.n_teachers; set one of them to null"
+                yield key, getattr(self, key) is None, advice
+            has_length = self.steps is not None or self.epochs is not None
+            yield "n_teachers", has_length, "needs train.steps or train.epochs of each model"
+
+    def fit_teachers(self, models: float) -> int:
+        """The number of teachers that can be trained in the time of so many models.
+
+        Then a student is trained, whose steps also need a forward pass of each teacher. There is
+        time for these, and for half of its other passes: other teachers are faster than the first
+        one, which is evaluated more often. A student that is cut much shorter, or of a single
+        teacher, is not better than its teachers.
+        """
+        fitting = min(self.n_teachers or 0, (models - 0.5) / (1 + FORWARD_SHARE))
+        return math.floor(fitting) if fitting >= 2 else 0
 
     def split_batch(self, world_size: int) -> tuple[int, int]:
         """Split an optimizer step into micro batches.

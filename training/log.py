@@ -95,10 +95,12 @@ class RunLogger(AbstractContextManager):
             "step": state.step,
             "tokens": state.step * self.tokens_per_step,
             "seconds": state.seconds,
-            "flops": state.step * self.flops_per_step,
+            "flops": state.equivalent_steps * self.flops_per_step,
         }
+        if state.config.n_teachers is not None:
+            counters["teachers"] = len(state.teachers)
         self.metrics.log(counters | metrics, self.read_timing)
-        if state.progress >= 1:
+        if state.is_finished:
             self.metrics.flush()
         self._show_progress(self.metrics.newest)
 
@@ -106,7 +108,8 @@ class RunLogger(AbstractContextManager):
         """Update the progress bar, or print a line if the output is not a terminal."""
         label = f"step {self.state.step}"
         if self.config.train.steps is not None:
-            label += f"/{self.config.train.steps}"
+            label += f"/{self.config.train.steps * (self.state.planned_teachers + 1)}"
+        label += self.state.role
         details = ""
         if newest.get("train/loss") is not None and newest.get("tokens_per_second") is not None:
             loss = newest["train/loss"]
@@ -119,11 +122,13 @@ class RunLogger(AbstractContextManager):
         patience = self.config.train.patience
         loss = f"validation loss {metrics['val/loss']:.4f}, {metrics['val/bpb']:.3f} bits per byte"
         best = ", the best so far" if state.is_best and state.step > 0 else ""
-        self.bar.print_text(f"step {state.step}: {loss}{best}", style="bold")
+        self.bar.print_text(f"step {state.step}{state.role}: {loss}{best}", style="bold")
         sample = metrics.get("sample", "").strip("\n")
         if sample:
             margin = "  | "
             self.bar.print_text(margin + sample.replace("\n", f"\n{margin}"), margin, style="dim")
+        if self.config.train.n_teachers is not None and state.planned_teachers == 0:
+            self.bar.print_text("train.minutes has no time for two teachers and a student")
         # without a best step, no validation loss was finite
         if state.evals_since_best == OVERFITTING_EVALS and state.best_step is not None:
             advice = "start another run with a lower optimizer.lr"

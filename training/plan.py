@@ -21,7 +21,7 @@ from model.gpt import GPT
 from model.loss import max_chunk_logits
 from training.banner import describe_model, format_epochs
 from training.build import load_run_tokenizer
-from training.config import RunConfig
+from training.config import FORWARD_SHARE, RunConfig
 from training.optimizer import build_optimizers, state_by_name
 from training.parallel import FSDP2
 from training.presets import choose_preset
@@ -59,7 +59,6 @@ def make_plan(config: RunConfig, runtime: Runtime) -> list[tuple[str, str]]:
         raise UserError("the vocabulary depends on data that is not here; run prepare.py first")
     with torch.device("meta"):
         model = GPT(config.model, vocab_size)
-    memory = estimate_memory(config, runtime, model)
     flops = {
         "weights": weight_flops_per_token(config.model, vocab_size),
         "attention": attention_flops_per_token(config.model, T),
@@ -71,15 +70,23 @@ def make_plan(config: RunConfig, runtime: Runtime) -> list[tuple[str, str]]:
     tokens_per_step = config.train.batch_size * T
     flops_per_step = tokens_per_step * sum(flops.values())
     seconds_per_step = flops_per_step / flops_per_second
-    steps = count_steps(config, seconds_per_step, epoch_tokens / tokens_per_step)
+    steps = count_steps(config, seconds_per_step, epoch_tokens / tokens_per_step)  # of a model
+    seconds = 60 * (config.train.minutes or math.inf)
+    n_teachers = config.train.fit_teachers(seconds / (steps * seconds_per_step))
+    equivalent_steps = steps * (1 + n_teachers * (1 + FORWARD_SHARE))
+    steps *= 1 + n_teachers
     tokens = steps * tokens_per_step
+    memory = estimate_memory(config, runtime, model)
+    memory["teachers"] = n_teachers * sum(p.nbytes for p in model.parameters())
     epochs = "data not prepared yet" if data is None else format_epochs(tokens / epoch_tokens)
 
     model_size = f"{describe_model(config.model)}, vocabulary {vocab_size:,}"
     device = f"{device_name(runtime.device)}, {dtype_name(runtime.dtype)}"
     processes = pluralize(runtime.dist.world_size, "process")
+    total_flops = format_si(equivalent_steps * flops_per_step)
     split = f"{processes} x {runtime.accumulation} x {runtime.micro_batch_size}"
-    time = format_duration(steps * seconds_per_step)
+    time = format_duration(equivalent_steps * seconds_per_step)
+    models = f", of {n_teachers} teachers and their student" if n_teachers else ""
     return [
         ("preset", config.preset or "none"),
         ("model", f"{config.model.name}, {model_size}"),
@@ -88,14 +95,14 @@ def make_plan(config: RunConfig, runtime: Runtime) -> list[tuple[str, str]]:
         *list_parts("training FLOPs per token", flops, format_si),
         *list_parts("memory per process", memory, format_memory),
         ("step", f"{split} = {config.train.batch_size:,} sequences x {T:,} tokens"),
-        ("steps", f"{steps:,}: {tokens:,} tokens ({epochs})"),
-        ("FLOPs", f"{format_si(steps * flops_per_step)} at {format_si(flops_per_second)} FLOP/s"),
+        ("steps", f"{steps:,}{models}: {tokens:,} tokens ({epochs})"),
+        ("FLOPs", f"{total_flops} at {format_si(flops_per_second)} FLOP/s"),
         ("time", f"{time}, without evaluations and optimizer"),
     ]
 
 
 def count_steps(config: RunConfig, seconds_per_step: float, steps_per_epoch: float) -> int:
-    """Steps until train.steps, train.epochs or train.minutes ends the run.
+    """Steps of a model, until train.steps, train.epochs or train.minutes ends it.
 
     steps_per_epoch: infinite if the data is not prepared.
     """

@@ -45,72 +45,81 @@ PRESETS = {
 # training of GPT-2 124M.
 # A table has a row for each of TEXT_BYTES and a column for each of FLOPS.
 TEXT_BYTES = (2e4, 1e5, 1e6, 1e7, 1e10)
-FLOPS = (2.5e12, 1e13, 4e13, 1.6e14, 1e19)
+FLOPS = (1e11, 5e11, 2.5e12, 1e13, 4e13, 1.6e14, 1e19)
 TABLES = {
-    # As in GPT-2, n_head is the same, and n_embd is 64 n_layer, but one layer has two heads.
     "n_layer": (
-        (2, 2, 2, 2, 2),
-        (3, 3, 4, 4, 4),
-        (1, 3, 6, 8, 8),
-        (1, 2, 3, 4, 12),
-        (1, 2, 3, 4, 12),
+        (1, 1, 1, 1, 1, 1, 1),
+        (1, 1, 3, 3, 3, 4, 4),
+        (1, 1, 1, 3, 3, 4, 8),
+        (1, 1, 1, 2, 3, 4, 12),
+        (1, 1, 1, 2, 3, 4, 12),
+    ),
+    # n_embd is HEAD_DIM n_head
+    "n_head": (
+        (2, 2, 2, 2, 2, 2, 2),
+        (1, 2, 3, 3, 3, 4, 4),
+        (1, 1, 2, 3, 3, 4, 8),
+        (1, 1, 2, 2, 3, 4, 12),
+        (1, 1, 2, 2, 3, 4, 12),
     ),
     "vocab_size": (
-        (288, 288, 288, 288, 288),
-        (640, 640, 640, 640, 640),
-        (1024, 2048, 2048, 2048, 2048),
-        (1024, 2048, 2048, 3072, 8192),
-        (1024, 2048, 2048, 3072, 32768),
+        (288, 288, 288, 288, 288, 288, 288),
+        (640, 640, 640, 640, 640, 640, 640),
+        (640, 768, 1024, 2048, 2048, 2048, 2048),
+        (640, 768, 1024, 2048, 2048, 3072, 8192),
+        (640, 768, 1024, 2048, 2048, 3072, 32768),
     ),
     "block_size": (
-        (128, 128, 128, 128, 128),
-        (128, 128, 128, 128, 128),
-        (128, 128, 128, 128, 256),
-        (128, 128, 128, 128, 512),
-        (128, 128, 128, 128, 1024),
+        (128, 128, 128, 128, 128, 128, 128),
+        (128, 128, 128, 128, 128, 128, 128),
+        (128, 128, 128, 128, 128, 128, 256),
+        (128, 128, 128, 128, 128, 128, 512),
+        (128, 128, 128, 128, 128, 128, 1024),
     ),
     # tokens of an optimizer step
     "batch_tokens": (
-        (512, 512, 512, 512, 512),
-        (1024, 1024, 1024, 1024, 1024),
-        (4096, 4096, 2048, 2048, 4096),
-        (4096, 4096, 8192, 8192, 8192),
-        (4096, 4096, 8192, 8192, 524288),
+        (512, 512, 512, 512, 512, 512, 512),
+        (512, 1024, 1024, 1024, 1024, 1024, 1024),
+        (1024, 2048, 4096, 4096, 4096, 4096, 4096),
+        (1024, 2048, 4096, 4096, 8192, 8192, 8192),
+        (1024, 2048, 4096, 4096, 8192, 8192, 524288),
     ),
-    # how often a run reads the text, at most
+    # how often a model reads the text, at most
     "epochs": (
-        (4, 4, 4, 4, 4),
-        (4, 4, 4, 4, 4),
-        (3, 3, 2.5, 2.5, 2.5),
-        (4, 4, 4, 4, 4),
-        (4, 4, 4, 4, 4),
+        (4, 4, 4, 4, 4, 4, 4),
+        (4, 4, 4, 4, 4, 4, 4),
+        (3, 3, 3, 3, 3, 3, 2.5),
+        (4, 4, 4, 4, 4, 4, 4),
+        (4, 4, 4, 4, 4, 4, 4),
     ),
     # learning rates, relative to the defaults of lr, embedding_lr and norm_lr, and to
     # head_lr in PRESETS
     "lr_scale": (
-        (1, 1, 1, 1, 1),
-        (1, 1, 1, 1, 1),
-        (1, 1, 1, 1, 1),
-        (2, 1.2, 1, 0.7, 0.5),
-        (2, 1.2, 1, 0.7, 0.5),
+        (1, 1, 1, 1, 1, 1, 1),
+        (1, 1, 1, 1, 1, 1, 1),
+        (1, 1, 1, 1, 1, 1, 1),
+        (2, 2, 2, 1.2, 1, 0.7, 0.5),
+        (2, 2, 2, 1.2, 1, 0.7, 0.5),
     ),
     # The n-gram table decays by about the same factor per token as with PRESETS: more in a larger
     # batch, and less with a higher learning rate.
     "ngram_weight_decay": (
-        (24, 24, 24, 24, 24),
-        (24, 24, 24, 24, 24),
-        (10, 10, 5, 5, 10),
-        (0.7, 1.2, 2.8, 4, 5.6),
-        (0.7, 1.2, 2.8, 4, 100),
+        (24, 24, 24, 24, 24, 24, 24),
+        (24, 24, 24, 24, 24, 24, 24),
+        (10, 10, 10, 10, 10, 10, 10),
+        (0.7, 0.7, 0.7, 1.2, 2.8, 4, 5.6),
+        (0.7, 0.7, 0.7, 1.2, 2.8, 4, 100),
     ),
 }
 
 HEAD_DIM = 64
+MAX_TEACHERS = 8
 MAX_NGRAM_FLOPS = 1e16  # a model that is trained for more has no n-grams
 UTILIZATION = 0.4  # share of a GPU's peak FLOP/s that training reaches
 PASS_SHARE = 0.85  # share of the FLOP/s of forward and backward passes that training reaches
 BYTES_PER_TOKEN = 0.28  # times log2(vocab_size): of byte pairs, in prose or code
-EVALUATIONS = 10
+EVALUATIONS = 10  # of a single model
+EVALUATIONS_OF_TEACHER = 3  # of the first one, and of the student
 MICRO_BATCH_TOKENS = 16384  # tokens of a forward pass on one device, at most
 # Jobs of a sweep with the same text and equal values of these keys have the same preset.
 SPEED_KEYS = ("train.minutes", "device", "dtype")
@@ -210,7 +219,12 @@ def select_values(config: RunConfig, preset: str) -> dict[str, Any]:
     set_keys = config.set_keys
     block_size = config.model.block_size if "model.block_size" in set_keys else None
     batch_size = config.train.batch_size if "train.batch_size" in set_keys else None
-    values = dict(preset_values(preset, block_size, batch_size))
+    train = config.train
+    # without a time limit, there is no reason for teachers, and the others exclude them
+    may_have_teachers = (
+        train.minutes is not None and train.init_from is None and train.patience is None
+    )
+    values = dict(preset_values(preset, block_size, batch_size, may_have_teachers))
     if "model.n_embd" in set_keys and "model.n_head" in values:
         values["model.n_head"] = max(1, config.model.n_embd // HEAD_DIM)
     # steps of the user replace the epochs of a preset, and epochs its steps
@@ -250,7 +264,10 @@ def parse_preset(preset: str | None) -> tuple[float, float] | None:
 
 @cache
 def preset_values(
-    preset: str, block_size: int | None = None, batch_size: int | None = None
+    preset: str,
+    block_size: int | None = None,
+    batch_size: int | None = None,
+    may_have_teachers: bool = True,
 ) -> dict[str, Any]:
     """The values of a preset by key, such as model.n_layer. Raises UserError if it is unknown.
 
@@ -265,7 +282,7 @@ def preset_values(
             f"preset={format_value(preset)} is unknown; set auto, {', '.join(SIZES)}, or "
             "BYTES-FLOPS as in 1.1e6-6.3e13"
         )
-    return values_for_flops(*numbers, block_size, batch_size)
+    return values_for_flops(*numbers, block_size, batch_size, may_have_teachers)
 
 
 def values_for_size(size: str, block_size: int | None, batch_size: int | None) -> dict[str, Any]:
@@ -283,7 +300,11 @@ def values_for_size(size: str, block_size: int | None, batch_size: int | None) -
 
 
 def values_for_flops(
-    text_bytes: float, flops: float, block_size: int | None, batch_size: int | None
+    text_bytes: float,
+    flops: float,
+    block_size: int | None,
+    batch_size: int | None,
+    may_have_teachers: bool,
 ) -> dict[str, Any]:
     """The values of the preset for a text and FLOPs, by key."""
 
@@ -295,7 +316,7 @@ def values_for_flops(
         return interpolate(text_bytes, list(SIZES.values()), PRESETS[key])
 
     n_layer = round(by_both("n_layer"))
-    n_head = max(2, n_layer)
+    n_head = round(by_both("n_head"))
     n_embd = HEAD_DIM * n_head
     vocab_size = 32 * round(by_both("vocab_size") / 32)
     if block_size is None:
@@ -306,7 +327,10 @@ def values_for_flops(
     flops_per_token = 6 * n_embd * (12 * n_layer * n_embd + vocab_size)
     epochs = two_digits(by_both("epochs"))
     text_tokens = text_bytes / (BYTES_PER_TOKEN * math.log2(vocab_size))
-    tokens = min(flops / flops_per_token, epochs * text_tokens)
+    tokens = min(flops / flops_per_token, epochs * text_tokens)  # of each model
+    # with time for two models, the run may find time for three
+    has_teachers = may_have_teachers and flops >= 2 * tokens * flops_per_token
+    evaluations = EVALUATIONS_OF_TEACHER if has_teachers else EVALUATIONS
     lr_scale = by_both("lr_scale")
     return {
         "model.n_layer": n_layer,
@@ -319,7 +343,8 @@ def values_for_flops(
         "train.micro_batch_size": max(1, MICRO_BATCH_TOKENS // block_size),
         "train.steps": None,  # the run ends after train.epochs or train.minutes
         "train.epochs": epochs,
-        "eval.every": math.ceil(tokens / (batch_size * block_size * EVALUATIONS)),
+        "train.n_teachers": MAX_TEACHERS if has_teachers else None,
+        "eval.every": math.ceil(tokens / (batch_size * block_size * evaluations)),
         "optimizer.lr": two_digits(lr_scale * MuonConfig.lr),
         "optimizer.embedding_lr": two_digits(lr_scale * MuonConfig.embedding_lr),
         "optimizer.norm_lr": two_digits(lr_scale * MuonConfig.norm_lr),

@@ -111,7 +111,7 @@ class RunFolder(AbstractContextManager):
 
     def is_finished(self, state: "TrainState") -> bool:
         """Whether an earlier process has finished the run, and no limit was raised since."""
-        return self.previous.get("status") == "finished" and state.progress >= 1
+        return self.previous.get("status") == "finished" and state.is_finished
 
     def start(self, config: dict, summary: dict) -> None:
         """Write config.yaml and summary.json."""

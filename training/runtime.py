@@ -51,17 +51,12 @@ class Dist:
 
         Raises UserError if they do not fit together.
         """
-        try:
-            dist = cls(
-                rank=int(os.environ.get("RANK", "0")),
-                world_size=int(os.environ.get("WORLD_SIZE", "1")),
-                local_rank=int(os.environ.get("LOCAL_RANK", "0")),
-                local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-            )
-        except ValueError as error:
-            raise UserError(
-                f"a variable such as RANK is no number: {error}; {USE_TORCHRUN}"
-            ) from None
+        dist = cls(
+            rank=int(os.environ.get("RANK", "0")),
+            world_size=int(os.environ.get("WORLD_SIZE", "1")),
+            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+            local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        )
         if not 0 <= dist.rank < dist.world_size:
             advice = f"must be less than WORLD_SIZE={dist.world_size}; {USE_TORCHRUN}"
             raise UserError(f"RANK={dist.rank} {advice}")

@@ -6,13 +6,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
-from training.config import OVERFITTING_EVALS, TrainConfig
+from model.gpt import GPT
+from training.config import FORWARD_SHARE, OVERFITTING_EVALS, TrainConfig
 from training.optimizer import load_state_by_name, state_by_name
 from training.parallel import gather, load_weights
-from training.runtime import Dist
+from training.runtime import Dist, seed_device
+from training.schedule import ScheduleConfig, lr_scale
+from training.teachers import make_teacher, turn_off_weight_decay
 
 SAVED_FIELDS = (
     "step",
@@ -23,22 +25,29 @@ SAVED_FIELDS = (
     "best_step",
     "evals_since_best",
     "unlogged",
+    "planned_teachers",
+    "model_step",
+    "model_seconds",
 )
 
 
 @dataclass
 class TrainState:
-    """Model, optimizers, counters and the best evaluation. A checkpoint has SAVED_FIELDS."""
+    """Model, optimizers, counters and the best evaluation. A checkpoint has SAVED_FIELDS.
+
+    With train.n_teachers, the run trains several models one after the other, in the same
+    parameters (training/teachers.py).
+    """
 
     config: TrainConfig
-    model: nn.Module
+    schedule: ScheduleConfig
+    model: GPT
     optimizers: list[Optimizer]
     scaler: torch.amp.GradScaler
     steps_per_epoch: float = math.inf
-    warmup_steps: int = 0  # of the learning rate
     step: int = 0  # finished optimizer steps
     seconds: float = 0.0  # training time
-    warmup_seconds: float = 0.0  # training time of the warmup
+    warmup_seconds: float = 0.0  # training time at the end of the model's warmup
     best_val_loss: float = math.inf
     best_val_bpb: float = math.inf
     best_step: int | None = None  # None: not evaluated yet
@@ -47,33 +56,101 @@ class TrainState:
     # metrics of a step whose evaluation a signal has stopped: they are logged with the evaluation,
     # which the resumed run repeats
     unlogged: dict = field(default_factory=dict)
+    teachers: list[GPT] = field(default_factory=list)  # trained so far
+    planned_teachers: int = 0  # train.n_teachers, or fewer if there is no time for all
+    model_step: int = 0  # step at which the current model started
+    model_seconds: float = 0.0  # training time at which the current model started
     started: float = 0.0  # value of time.perf_counter() at which `seconds` would be 0
+
+    def __post_init__(self) -> None:
+        self.planned_teachers = self.config.n_teachers or 0
 
     @property
     def used_limits(self) -> dict[str, float]:
-        """The used fraction of each limit, by its setting. At 1, the run ends."""
+        """The fraction of each limit that the current model has used, by its setting.
+
+        Steps and epochs are those of each model. Its time lasts until the end of the run.
+        At 1, the model is trained.
+        """
         config = self.config
+        steps = self.step - self.model_step
+        end = 60 * (config.minutes or math.inf)
+        time_limit = max(1e-9, end - self.model_seconds)
         return {
-            "train.steps": self.step / (config.steps or math.inf),
-            "train.epochs": self.step / ((config.epochs or math.inf) * self.steps_per_epoch),
-            "train.minutes": self.seconds / (60 * (config.minutes or math.inf)),
+            "train.steps": steps / (config.steps or math.inf),
+            "train.epochs": steps / ((config.epochs or math.inf) * self.steps_per_epoch),
+            "train.minutes": (self.seconds - self.model_seconds) / time_limit,
             "train.patience": float(self.evals_since_best >= (config.patience or math.inf)),
         }
 
     @property
-    def progress(self) -> float:
-        """The finished part of the run, 0 to 1, by the limit that ends it first."""
+    def model_progress(self) -> float:
+        """The trained part of the current model, 0 to 1, by the limit that ends it first."""
         return min(1.0, max(self.used_limits.values()))
 
     @property
     def warmup_progress(self) -> float:
-        """The progress at the end of the warmup, once it has ended."""
-        return replace(self, step=self.warmup_steps, seconds=self.warmup_seconds).progress
+        """The model's progress at the end of its warmup, once that has ended."""
+        step = self.model_step + self.schedule.warmup_steps
+        return replace(self, step=step, seconds=self.warmup_seconds).model_progress
+
+    @property
+    def progress(self) -> float:
+        """The finished part of the run, 0 to 1. All models count as equally long."""
+        trained = (len(self.teachers) + self.model_progress) / (self.planned_teachers + 1)
+        return max(trained, min(1.0, self._used_time))
+
+    @property
+    def _used_time(self) -> float:
+        return self.seconds / (60 * (self.config.minutes or math.inf))
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether no step is left: the last model is trained, or the time is over."""
+        is_last = len(self.teachers) == self.planned_teachers
+        return (is_last and self.model_progress >= 1) or self._used_time >= 1
+
+    @property
+    def is_student(self) -> bool:
+        """Whether the current model learns from teachers."""
+        return 0 < self.planned_teachers == len(self.teachers)
+
+    @property
+    def lr_scale(self) -> float:
+        """The learning rate of the next step, as a fraction of its peak."""
+        steps = self.step - self.model_step
+        return lr_scale(self.schedule, steps, self.model_progress, self.warmup_progress)
+
+    @property
+    def role(self) -> str:
+        """Which model is trained: ", teacher 2 of 4" or ", student"; "" if there is only one."""
+        if self.planned_teachers == 0:
+            return ""
+        if self.is_student:
+            return ", student"
+        return f", teacher {len(self.teachers) + 1} of {self.planned_teachers}"
+
+    @property
+    def equivalent_steps(self) -> float:
+        """The steps with as many FLOPs as the run had so far, with its teachers' forward passes."""
+        if not self.is_student:
+            return self.step
+        passes = len(self.teachers) * (self.step - self.model_step)
+        return self.step + FORWARD_SHARE * passes
 
     @property
     def is_done(self) -> bool:
         """Whether the training loop ends: no step is left, or a signal stopped the run."""
-        return self.progress >= 1 or self.stopped
+        return self.is_finished or self.stopped
+
+    def evaluation_is_due(self, every: int) -> bool:
+        """Whether to evaluate after this step: at a model's end, and regularly.
+
+        The teachers after the first one are evaluated at their end only.
+        """
+        is_later_teacher = 0 < len(self.teachers) < self.planned_teachers
+        is_regular = self.step % every == 0 and not is_later_teacher
+        return is_regular or self.model_progress >= 1
 
     @property
     def is_best(self) -> bool:
@@ -102,12 +179,48 @@ class TrainState:
         seconds = time.perf_counter() - self.started
         stopped, self.seconds = dist.all_reduce(signal_received, seconds, op="max")
         self.stopped = bool(stopped)
-        if self.step == self.warmup_steps:
+        if self.step - self.model_step == self.schedule.warmup_steps:
             self.warmup_seconds = self.seconds
+        self._fit_teachers_into_time()
+
+    def _fit_teachers_into_time(self) -> None:
+        """At the end of a teacher, plan as many as the time allows, by the speed of this one.
+
+        Its warmup is left out, because it can include compilation.
+        """
+        if self.config.minutes is None or self.model_progress < 1 or self.is_student:
+            return
+        steps = self.step - self.model_step
+        steps_after_warmup = max(1, steps - self.schedule.warmup_steps)
+        seconds = max(1e-9, self.seconds - self.warmup_seconds)
+        model_seconds = steps * seconds / steps_after_warmup
+        seconds_left = 60 * self.config.minutes - self.seconds
+        trained = len(self.teachers) + 1
+        fitting = self.config.fit_teachers(trained + seconds_left / model_seconds)
+        self.planned_teachers = max(fitting, trained) if trained > 1 else fitting
+
+    def start_next_model(self, seed: int) -> None:
+        """Add the current model to the teachers, and start the next one.
+
+        Another teacher has new initial weights, the student those of the last teacher.
+        """
+        model = self.model
+        self.teachers.append(make_teacher(model, model.state_dict()))
+        if self.is_student:
+            turn_off_weight_decay(self.optimizers)
+        else:
+            seed_device(torch.device("cpu"), seed, len(self.teachers))
+            load_weights(model, GPT(model.config, model.vocab_size).state_dict())
+        for optimizer in self.optimizers:
+            optimizer.state.clear()
+        self.model_step = self.step
+        self.model_seconds = self.seconds
+        self.warmup_seconds = self.seconds  # until the end of the warmup, if there is one
 
     def record_evaluation(self, val_loss: float, val_bpb: float) -> None:
         """Update the best evaluation."""
-        self.evals_since_best += 1
+        if self.planned_teachers == 0:  # else, the loss is high whenever a model starts
+            self.evals_since_best += 1
         if val_loss < self.best_val_loss:
             self.best_val_loss = val_loss
             self.best_val_bpb = val_bpb
@@ -123,6 +236,7 @@ class TrainState:
             "best_val_bpb": self.best_val_bpb,
             "overfitting": self.evals_since_best >= OVERFITTING_EVALS,
             "wall_seconds": self.seconds,
+            "n_teachers": self.planned_teachers,
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -136,8 +250,14 @@ class TrainState:
         for name, tensors in state_by_name(self.model, self.optimizers).items():
             optimizer[name] = {key: gather(tensor) for key, tensor in tensors.items()}
         fields = {key: getattr(self, key) for key in SAVED_FIELDS}
+        teachers = [teacher.state_dict() for teacher in self.teachers]
         scaler = self.scaler.state_dict()
-        return fields | {"scaler": scaler, "model": model, "optimizer": optimizer}
+        return fields | {
+            "scaler": scaler,
+            "model": model,
+            "optimizer": optimizer,
+            "teachers": teachers,
+        }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Load what state_dict returned."""
@@ -145,6 +265,11 @@ class TrainState:
         load_state_by_name(self.model, self.optimizers, saved["optimizer"])
         if saved["scaler"]:  # empty unless the run was in float16
             self.scaler.load_state_dict(saved["scaler"])
-        saved = {"warmup_seconds": 0.0} | saved  # which earlier versions have not written
         for key in SAVED_FIELDS:
-            setattr(self, key, saved[key])
+            if key in saved:  # checkpoints of earlier versions have fewer
+                setattr(self, key, saved[key])
+        of_teachers = saved.get("teachers", [])
+        self.teachers = [make_teacher(self.model, weights) for weights in of_teachers]
+        if self.is_student:
+            turn_off_weight_decay(self.optimizers)
+        self._fit_teachers_into_time()  # more, if train.minutes was raised

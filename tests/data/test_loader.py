@@ -42,16 +42,23 @@ def make_loader(train: int, val: int, T: int, seed: int) -> Loader:
     return Loader(data, T, seed)
 
 
-def read_epoch(n: int, T: int, seed: int, epoch: int):
+def read_epoch(n: int, T: int, seed: int, epoch: int, order: int = 0):
     loader = make_loader(n, 9, T, seed)
+    loader.select_order(order)
     windows = loader.windows_per_epoch
     return loader.batch("train", epoch * windows, windows)
 
 
 @SOME
-@given(n=st.integers(9, 200), T=st.integers(1, 8), seed=seeds, epoch=st.integers(0, 3))
-def test_each_token_is_a_target_once_per_epoch(n, T, seed, epoch):
-    x, y, _ = read_epoch(n, T, seed, epoch)
+@given(
+    n=st.integers(9, 200),
+    T=st.integers(1, 8),
+    seed=seeds,
+    epoch=st.integers(0, 3),
+    order=st.integers(0, 3),
+)
+def test_each_token_is_a_target_once_per_epoch(n, T, seed, epoch, order):
+    x, y, _ = read_epoch(n, T, seed, epoch, order)
     assert x.shape == y.shape == (-(-n // T), T)
     assert torch.equal((x + 1) % n, y)
     assert set(y.flatten().tolist()) == set(range(n))
@@ -68,6 +75,17 @@ def test_order_is_the_permutation_of_the_random_generator():
     assert loader.order.itemsize == 2
     phases = [int(loader.batch("train", 300 * epoch, 1)[0][0, 0]) % 10 for epoch in range(40)]
     assert len(set(phases)) > 7
+
+
+def test_orders_and_phases_differ():
+    loader = make_loader(3000, 9, 10, seed=7)
+    epochs = []
+    for order in (0, 1, 0):
+        loader.select_order(order)
+        epochs.append(loader.batch("train", 0, 300)[0][:, 0])
+    assert (epochs[0] == epochs[1]).sum() < 30
+    assert epochs[0][0] % 10 != epochs[1][0] % 10
+    assert torch.equal(epochs[0], epochs[2])
 
 
 @SOME

@@ -99,6 +99,28 @@ def test_gradients_are_summed_in_float32_under_autocast(loss_in_bfloat16):
     assert (grad_weight != grad_weight.bfloat16()).any()
 
 
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("chunk_logits", [1, UNLIMITED])
+def test_targets_can_be_probabilities(chunk_logits, softcap):
+    """The cross entropy and its gradient are those of the definition in float64."""
+    x, weight, targets = inputs(12, 7, rows=9)
+    probs = torch.rand(12, 7, generator=torch.Generator().manual_seed(1))
+    probs[targets == IGNORE_INDEX] = 0.0
+    logits = (x.double() @ weight.double().mT)[:, :7]
+    if softcap is not None:
+        logits = softcap * (logits / softcap).tanh()
+    expected = -(probs * logits.softmax(-1).log()).sum()
+    options = {"reduction": "sum", "softcap": softcap}
+    loss = chunked_loss(x, weight, probs, 7, chunk_logits, **options)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    for one, two in zip(
+        torch.autograd.grad(loss, (x, weight)),
+        torch.autograd.grad(expected, (x, weight)),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, two, atol=1e-5, rtol=1e-5)
+
+
 def test_float16_logits_are_not_chunked(monkeypatch):
     monkeypatch.setattr(loss_module, "_ChunkedCrossEntropy", None)
     x, weight, targets = inputs(8, 10, 10)

@@ -34,6 +34,7 @@ TRAIN = [
 ]  # fmt: skip
 COMMANDS = {
     "train": [*TRAIN, "name=a"],
+    "teachers": [*TRAIN, "train.steps=40", "train.n_teachers=2", "name=t"],
     "prepare": ["prepare.py", "data=text", "data.path=long.txt", "tokenizer.vocab_size=400"],
     "sweep": [*TRAIN, "-m", "seed=1,2", "name=s"],
     "sample": [

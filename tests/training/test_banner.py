@@ -16,6 +16,7 @@ from training.banner import (
     print_report,
 )
 from training.config import RunConfig, TrainConfig
+from training.schedule import ScheduleConfig
 from training.train_state import TrainState
 
 SUMMARY = {
@@ -165,7 +166,9 @@ def test_epochs_are_formatted(epochs, expected):
 )
 def test_finished_run_names_the_settings_that_ended_it(settings, advice):
     config = TrainConfig(**settings)
-    state = TrainState(config, None, [], None, step=9, seconds=60.0, evals_since_best=2)
+    state = TrainState(
+        config, ScheduleConfig(), None, [], None, step=9, seconds=60.0, evals_since_best=2
+    )
     printed = describe_finished_run(SimpleNamespace(folder=Path("runs/a")), state)
     assert printed.startswith("runs/a is finished at step 9; ")
     assert advice in printed

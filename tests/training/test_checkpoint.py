@@ -25,6 +25,8 @@ from training.config import CheckpointConfig, RunConfig, TrainConfig
 from training.optimizer import build_optimizers
 from training.run_folder import RunFolder
 from training.runtime import Dist
+from training.schedule import ScheduleConfig
+from training.teachers import make_teacher
 from training.train_state import TrainState
 
 MODEL_CONFIG = asdict(tiny_model().config)
@@ -40,7 +42,7 @@ def state():
     optimizers = build_optimizers(model, ADAMW)
     train_step(model, optimizers)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    return TrainState(TrainConfig(steps=9), model, optimizers, scaler)
+    return TrainState(TrainConfig(steps=9), ScheduleConfig(), model, optimizers, scaler)
 
 
 @pytest.fixture
@@ -76,6 +78,14 @@ def test_best_evaluation_is_saved_as_best_and_every_step_as_last(
     state.best_step = best_step
     checkpoints.save()
     assert list_checkpoints(checkpoints.run) == files
+
+
+def test_only_last_checkpoint_has_the_teachers(state, checkpoints):
+    state.teachers = [make_teacher(state.model, state.model.state_dict())]
+    state.best_step = 3
+    save_steps(state, checkpoints, 3)
+    files = [load_checkpoint(path) for path in (checkpoints.run.best, checkpoints.run.last)]
+    assert [len(file["teachers"]) for file in files] == [0, 1]
 
 
 @pytest.mark.parametrize(

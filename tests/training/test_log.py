@@ -16,6 +16,7 @@ from common.console import PlainConsole
 from common.errors import TrainingFailed
 from training.config import OVERFITTING_EVALS, RunConfig
 from training.log import MetricsLogger, RunLogger
+from training.schedule import ScheduleConfig
 from training.train_state import TrainState
 
 
@@ -100,7 +101,9 @@ def print_evaluation(best_step: int, evals_since_best: int, **metrics) -> str:
     logger = RunLogger.__new__(RunLogger)
     logger.config = RunConfig()
     logger.config.train.patience = 5
-    logger.state = TrainState(logger.config.train, None, [], None, steps_per_epoch=4, step=99)
+    logger.state = TrainState(
+        logger.config.train, ScheduleConfig(), None, [], None, steps_per_epoch=4, step=99
+    )
     logger.state.best_step = best_step
     logger.state.evals_since_best = evals_since_best
     logger.bar = SimpleNamespace(print_text=lambda *text, **style: lines.append(text[0]))

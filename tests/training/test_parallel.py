@@ -56,6 +56,25 @@ def test_two_sharded_processes_train_like_one(tmp_path_factory, monkeypatch):
     assert two[-1]["mfu"] == pytest.approx(flops_per_second / 2e9)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_two_processes_train_teachers_and_a_student_like_one(
+    tmp_path_factory, monkeypatch, parallel
+):
+    """Also a student that resumes."""
+    folder = make_folder(tmp_path_factory, parallel)
+    monkeypatch.chdir(folder)
+    settings = ["train.n_teachers=2", "schedule.warmup_steps=1"]
+    words = [f"parallel={parallel}", *settings]
+    for steps in ("train.steps=3", "train.steps=5"):
+        finish(torchrun(2, "name=two", *words, steps))
+        train_in(folder, "name=one", *SINGLE, *settings, steps)
+    assert_same_curve(metrics("one"), metrics("two"))
+    assert_close_checkpoints(load("one"), load("two"))
+    teachers = [load(name)["teachers"] for name in ("one", "two")]
+    torch.testing.assert_close(*teachers, atol=1e-4, rtol=0)
+
+
 def kill_worker(process: subprocess.Popen) -> None:
     """SIGKILL for a worker of torchrun."""
     command = ["pgrep", "-P", str(process.pid)]

@@ -54,8 +54,10 @@ def test_values_are_valid(text_bytes, flops):
 @pytest.mark.parametrize(
     ("preset", "n_layer", "vocab_size", "tokens", "epochs", "lr", "ngram_weight_decay"),
     [
-        ("2e4-1e13", 2, 288, 4 * 128, 4, 0.01, 24),
-        ("1e5-4e13", 4, 640, 8 * 128, 4, 0.01, 24),
+        ("2e4-1e13", 1, 288, 4 * 128, 4, 0.01, 24),
+        ("1e5-1e11", 1, 640, 4 * 128, 4, 0.01, 24),
+        ("1e5-4e13", 3, 640, 8 * 128, 4, 0.01, 24),
+        ("1e5-1.6e14", 4, 640, 8 * 128, 4, 0.01, 24),
         ("1e6-1e13", 3, 2048, 32 * 128, 3, 0.01, 10),
         ("1e7-1.6e14", 4, 3072, 64 * 128, 4, 0.007, 4),
         ("1e10-1e19", 12, 32768, 512 * 1024, 4, 0.005, 100),
@@ -71,6 +73,15 @@ def test_values_of_measured_presets(
     assert values["train.epochs"] == epochs
     assert values["optimizer.lr"] == lr
     assert values["optimizer.ngram_weight_decay"] == ngram_weight_decay
+
+
+@pytest.mark.parametrize(
+    ("preset", "has_teachers"),
+    [("1.0e5-5.0e11", False), ("1.0e5-4.0e13", True), ("1.0e7-4.0e13", False)],
+    ids=["no time", "short text", "long text"],
+)
+def test_short_text_has_teachers_if_there_is_time(preset, has_teachers):
+    assert (preset_values(preset)["train.n_teachers"] is not None) == has_teachers
 
 
 @pytest.mark.parametrize(("text_bytes", "max_ngram"), [("1.0e6", 3), ("1.0e10", 1)])
@@ -271,6 +282,21 @@ def test_minutes_are_only_a_limit_if_something_else_sets_the_length_or_the_model
     config = choose(text, "tokenizer=byte", *ONE_MINUTE, *words)
     assert config.preset == "1MB"
     assert config.model == RunConfig().model
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "train.patience=3",
+        "train.init_from=run:a",
+        "train.n_teachers=null",
+        "train.minutes=null",
+    ],
+)
+def test_preset_has_no_teachers_if_the_user_sets_what_excludes_them(word, text):
+    words = [text, "preset=1.0e5-4.0e13", "tokenizer=byte", "train.minutes=5"]
+    assert choose(*words).train.n_teachers >= 2
+    assert choose(*words, word).train.n_teachers is None
 
 
 def test_steps_replace_the_epochs_of_a_preset(text):

@@ -14,6 +14,7 @@ from configs.cli import parse_config
 from training.config import RunConfig, TrainConfig
 from training.run_folder import RunFolder, summary_key
 from training.runtime import Dist
+from training.schedule import ScheduleConfig
 from training.train_state import TrainState
 
 
@@ -65,7 +66,7 @@ def test_config_is_written_as_yaml(workdir):
 
 
 def make_state(**fields) -> TrainState:
-    return TrainState(TrainConfig(steps=9), None, [], None, **fields)
+    return TrainState(TrainConfig(steps=9), ScheduleConfig(), None, [], None, **fields)
 
 
 @pytest.mark.parametrize(

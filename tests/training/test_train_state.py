@@ -10,13 +10,13 @@ from helpers import ADAMW, tiny_model, train_step
 from training.config import OVERFITTING_EVALS, TrainConfig
 from training.optimizer import build_optimizers
 from training.runtime import Dist
-from training.schedule import ScheduleConfig, lr_scale
+from training.schedule import ScheduleConfig
 from training.train_state import TrainState
 
 
 def make_state(config: TrainConfig | None = None, **fields) -> TrainState:
     """A state without a model."""
-    return TrainState(config or TrainConfig(steps=9), None, [], None, **fields)
+    return TrainState(config or TrainConfig(steps=9), ScheduleConfig(), None, [], None, **fields)
 
 
 @pytest.mark.parametrize(
@@ -55,12 +55,11 @@ def test_patience_ends_a_run(evals_since_best, expected):
 def test_learning_rate_falls_evenly_from_the_end_of_the_warmup(limits, clock):
     """The first step takes 31.5 seconds, as with compilation, and the others take 1.5 seconds."""
     config = TrainConfig(**{"steps": None} | limits)
-    state = make_state(config, steps_per_epoch=8, warmup_steps=10)
+    state = make_state(config, steps_per_epoch=8)
     state.start_clock()
     rates = []
     while not state.is_done:
-        scale = lr_scale(ScheduleConfig(), state.step, state.progress, state.warmup_progress)
-        rates.append(scale)
+        rates.append(state.lr_scale)
         clock[0] += 31.5 if state.step == 0 else 1.5
         state.count_step(Dist(), signal_received=False)
     falling = [1 - i / 10 for i in range(10)]
@@ -152,7 +151,9 @@ def new_state() -> TrainState:
     with torch.no_grad():
         model.wte.weight.add_(1.0)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    return TrainState(TrainConfig(steps=9), model, build_optimizers(model, ADAMW), scaler)
+    return TrainState(
+        TrainConfig(steps=9), ScheduleConfig(), model, build_optimizers(model, ADAMW), scaler
+    )
 
 
 @pytest.fixture
