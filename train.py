@@ -124,7 +124,7 @@ def main(config: RunConfig) -> int:
                 state.start_next_model(config.seed)
             loader.select_order(len(state.teachers))  # each model reads the text in its own order
             logger.start_step()
-            set_lr(optimizers, state.lr_scale)
+            set_lr(optimizers, state.lr_scale)  # of this step
 
             # forward and backward, accumulating gradients over micro batches
             step_start = state.step * config.train.batch_size  # first sequence of this step

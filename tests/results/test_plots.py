@@ -32,6 +32,17 @@ def test_losses_of_a_run_are_plotted(tmp_path, row):
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_dotted_lines_are_the_first_steps_of_the_models(tmp_path, monkeypatch):
+    rows = [{"step": step, "train/loss": 2.0, "teachers": step // 3} for step in range(1, 8)]
+    write_metrics(tmp_path, *rows)
+    figures = []
+    monkeypatch.setattr(plots, "save_figure", lambda figure, path: figures.append(figure))
+    plot_run(tmp_path)
+    (axes,) = figures[0].axes
+    dotted = [line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == ":"]
+    assert sorted(dotted) == [1, 3, 6]
+
+
 def test_losses_of_a_run_that_train_writes_are_plotted(trained):
     """While it trains, loss.png stays empty in tests."""
     plot_run(Path("runs/a"))
