@@ -26,7 +26,7 @@ from common.errors import EXIT_CODES
 from common.files import read_json
 from common.process import run_main
 from results.metrics import DISTINCT, METRICS
-from results.read import read_curves, read_table
+from results.read import is_sweep, read_curves, read_table
 from training.config import WandbConfig
 from training.run_folder import read_config, summary_key
 
@@ -144,33 +144,20 @@ def export_folder(folder: Path, mode: str, writer: int | None) -> None:
 
 
 def read_run(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read config.yaml and summary.json of a run, a bench, or the first job of a sweep with both.
+    """Read config.yaml and summary.json of a run, a bench, or the first run of a comparison.
 
-    Both are empty for the output of compare.py.
+    Both are empty if the compared runs do not exist.
     """
-    jobs = read_json(folder / "sweep.json").get("jobs", ["."])
-    for run in [folder / job for job in jobs]:
+    runs = read_json(folder / "comparison.json").get("runs", ["."])
+    for run in [folder / name for name in runs]:
         if (run / "config.yaml").exists():
             return read_config(run), read_json(run / "summary.json")
     return {}, {}
 
 
-def read_options(folder: Path) -> dict[str, Any]:
-    """Read the section wandb of a config. A comparison has the values that all its runs have."""
-    compared = read_json(folder / "comparison.json").get("runs", ["."])
-    configs = [read_run(folder / run)[0] for run in compared]
-    first, *others = [config["wandb"] for config in configs if "wandb" in config] or [{}]
-    return {
-        key: value
-        for key, value in first.items()
-        if all(other.get(key) == value for other in others)
-    }
-
-
 def find_wandb_dir(folder: Path) -> Path:
     """The folder that contains the folder `wandb` of a run. All jobs of a sweep share one."""
-    is_job = (folder.parent / "sweep.json").exists()
-    return folder.parent if is_job else folder
+    return folder.parent if is_sweep(folder.parent) else folder
 
 
 def start_run(
@@ -183,7 +170,8 @@ def start_run(
     """
     import wandb
 
-    options = WandbConfig(**read_options(folder)).resolve(os.environ)
+    config, _ = read_run(folder)
+    options = WandbConfig(**config.get("wandb", {})).resolve(os.environ)
     wandb_dir = find_wandb_dir(folder).resolve()
     for earlier in wandb_dir.glob(f"wandb/offline-run-*-{arguments.get('id')}"):
         rmtree(earlier)
@@ -328,6 +316,7 @@ def export_comparison(folder: Path, mode: str) -> None:
     import wandb
 
     _, summary = read_run(folder)
+    sweep_id = summary.get("wandb_id") if is_sweep(folder) else None
     rows = read_table(folder / "comparison.csv")
     table = [format_row(row) for row in rows]
     sentences = read_json(folder / "comparison.json").get("sentences", [])
@@ -336,7 +325,7 @@ def export_comparison(folder: Path, mode: str) -> None:
         mode,
         x_axis=None,
         group=folder.name,
-        id=summary.get("wandb_id") and f"{summary['wandb_id']}-comparison",
+        id=sweep_id and f"{sweep_id}-comparison",
         name="comparison" if folder.name == "comparison" else f"{folder.name} comparison",
         job_type="compare",
         notes="\n".join([*sentences, *map(join_cells, table)]),

@@ -379,7 +379,10 @@ def test_sweep_has_its_runs_and_their_comparison(trained):
         **{
             "sweep.json": {"jobs": ["seed=1"]},
             "comparison.csv": COMPARISON,
-            "comparison.json": {"sentences": ["flash is faster", "naive is the baseline"]},
+            "comparison.json": {
+                "runs": ["seed=1"],
+                "sentences": ["flash is faster", "naive is the baseline"],
+            },
         },
     )
     shutil.copy(PICTURE, sweep / "comparison.png")
@@ -437,44 +440,19 @@ def test_output_of_compare_has_the_labels_of_its_runs(workdir):
     assert labels == {"project": "p", "entity": "e", "tags": ["x"], "run_group": "g"}
 
 
-@pytest.mark.parametrize(
-    ("sections", "expected"),
-    [
-        ([{"project": "p", "tags": ["x"]}, {"project": "p", "tags": ["y"]}], {"project": "p"}),
-        ([{"project": "p"}, {}], {}),
-    ],
-    ids=["other tags", "another version"],
-)
-def test_comparison_has_only_the_labels_that_its_runs_share(workdir, sections, expected):
-    assert exporter.read_options(write_compared(workdir, *sections)) == expected
-
-
-def test_comparison_of_a_removed_run_is_exported(workdir):
-    folder = write_compared(workdir, {"project": "p"}, {"project": "p"})
-    shutil.rmtree(workdir / "runs/0")
-    assert exporter.read_options(folder) == {"project": "p"}
-    shutil.rmtree(workdir / "runs/1")
-    assert exporter.read_options(folder) == {}
+def test_comparison_has_the_labels_of_the_first_run_that_was_not_removed(workdir):
+    folder = write_compared(workdir, {"project": "p"}, {"project": "q"})
+    for number, project in enumerate("pq"):
+        config, _ = exporter.read_run(folder)
+        assert config == {"wandb": {"project": project}}
+        shutil.rmtree(workdir / f"runs/{number}")
+    assert exporter.read_run(folder) == ({}, {})
 
 
 def test_comparison_without_a_list_of_runs_is_exported(workdir):
     folder = write_compared(workdir)
     (folder / "comparison.json").unlink()  # which earlier versions have not written
-    assert exporter.read_options(folder) == {}
-
-
-def test_sweep_whose_first_job_was_killed_at_its_start_has_the_settings_of_the_next(tmp_path):
-    (tmp_path / "seed=2").mkdir()
-    write_files(
-        tmp_path,
-        **{
-            "sweep.json": '{"jobs": ["seed=1", "seed=2"]}',
-            "seed=2/config.yaml": "wandb: {project: p}",
-            "seed=2/summary.json": '{"name": "s/seed=2"}',
-        },
-    )
-    config, run_summary = exporter.read_run(tmp_path)
-    assert (config, run_summary) == ({"wandb": {"project": "p"}}, {"name": "s/seed=2"})
+    assert exporter.read_run(folder) == ({}, {})
 
 
 @pytest.mark.slow
