@@ -13,13 +13,7 @@ from typing import Any
 
 from rich.table import Table
 
-from common.console import (
-    PlainConsole,
-    format_duration,
-    make_table,
-    pluralize,
-    print_text,
-)
+from common.console import PlainConsole, make_table, pluralize, print_text
 from common.errors import UserError
 from common.files import read_json, write_csv, write_json
 from results.metrics import (
@@ -50,7 +44,7 @@ from results.statistics import (
 Row = dict[str, Value]
 
 FILES = ("comparison.png", "comparison.csv")
-UNKNOWN = EN_DASH = "–"  # noqa: RUF001
+EN_DASH = "–"  # noqa: RUF001
 MAX_SPREAD = 1.5  # upper / lower quartile of step times; a larger ratio means a busy machine
 
 
@@ -94,9 +88,7 @@ def print_history(sweeps: Path) -> None:
     verdicts = []
     for file in files:
         folder = file.parent
-        summaries = [read_json(path) for path in folder.glob("*/summary.json")]
-        seconds = sum(summary.get("wall_seconds", 0) for summary in summaries)
-        print_text(f"{folder.name}  {pluralize(len(summaries), 'run')}, {format_duration(seconds)}")
+        print_text(folder.name)
         if not (folder / "comparison.csv").exists():
             print_text("  not finished; the same command continues it")
             continue
@@ -192,7 +184,10 @@ def _rank(row: Row) -> tuple:
 def describe_row(row: Row, baseline: Row) -> str:
     """One sentence: the label of a variant, and its verdict or why it has none."""
     if row is baseline and row["seeds"].value:
-        text = f"baseline, loss {format_cell(row, 'val/loss')}, {count_seeds(row['seeds'])}"
+        text = (
+            f"baseline, loss {format_cell(row, 'val/loss')}, "
+            f"{pluralize(row['seeds'].value, 'seed')}"
+        )
     elif row["verdict"].value is not None:
         text = describe_verdict(row, baseline)
     elif row["seeds"].value:
@@ -214,7 +209,7 @@ def describe_verdict(row: Row, baseline: Row) -> str:
         text += f" (loss {format_bounds(difference)})"
     elif text == "undecided":
         text += f" (loss {format_difference(difference.value)} so far)"
-    text += f", {count_seeds(row['pairs'])}"
+    text += f", {pluralize(row['pairs'].value, 'seed')}"
     times = row["step_ms"]
     baseline_times = baseline["step_ms"]
     if times.low and baseline_times.low and row["device_name"] == baseline["device_name"]:
@@ -222,10 +217,6 @@ def describe_verdict(row: Row, baseline: Row) -> str:
         if times.low <= baseline_times.high and baseline_times.low <= times.high:
             text += ", which may be noise"
     return text
-
-
-def count_seeds(number: Value) -> str:
-    return pluralize(number.value, "seed")
 
 
 def format_bounds(difference: Value) -> str:
@@ -274,8 +265,9 @@ def list_notes(rows: list[Row]) -> list[str]:
         )
     devices = _distinct(rows, "device_name")
     if len(devices) > 1:
-        listed = ", ".join(devices)
-        notes.append(f"Times and memory are not comparable: the devices differ ({listed}).")
+        notes.append(
+            f"Times and memory are not comparable: the devices differ ({', '.join(devices)})."
+        )
     if len(_distinct(rows, "vocab_size")) > 1:
         notes.append(
             "The vocabularies differ: compare bits per byte, not losses per token, and set "
@@ -283,12 +275,10 @@ def list_notes(rows: list[Row]) -> list[str]:
         )
     elif len(_distinct(rows, "data")) > 1:
         notes.append("Losses are not comparable: the texts differ.")
-    failed = [row for row in rows if row["error"].value is not None]
-    return notes + [describe_failure(row) for row in failed]
-
-
-def describe_failure(row: Row) -> str:
-    return ": ".join(row[name].value for name in ("variant", "status", "error"))
+    for row in rows:
+        if row["error"].value is not None:
+            notes.append(f"{row['variant'].value}: {row['status'].value}: {row['error'].value}")
+    return notes
 
 
 def _distinct(rows: list[Row], name: str) -> list[Any]:
@@ -307,7 +297,7 @@ def format_cell(row: Row, name: str) -> str:
     metric = METRICS[name]
     value = row[name]
     if value == Value():
-        return UNKNOWN
+        return EN_DASH
     text = metric.format(value.value)
     if value.low is None:
         return text

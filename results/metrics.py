@@ -48,9 +48,7 @@ class Metric:
 
 def format_loss(loss: float) -> str:
     """Four decimals. Numbers that they would round to 0 are formatted as 1.2e-05."""
-    if loss == 0:
-        return "0"  # exactly
-    return f"{loss:.1e}" if abs(loss) < 0.001 else f"{loss:.4f}"
+    return f"{loss:.1e}" if 0 < abs(loss) < 0.001 else f"{loss:.4f}"
 
 
 def format_difference(difference: float) -> str:

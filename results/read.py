@@ -47,11 +47,10 @@ class Run:
     def has_text_of(self, other: "Run") -> bool:
         """Whether both read the same text, possibly with different tokenizers.
 
-        Runs of earlier versions have no hash of the text.
+        Runs of earlier versions have no hash of the text. They need the same prepared data.
         """
-        text_hash = self.summary.get("text_hash")
-        has_hash = text_hash is not None and text_hash == other.summary.get("text_hash")
-        return has_hash or self.data == other.data
+        text_hash = self.summary.get("text_hash", self.data)
+        return text_hash == other.summary.get("text_hash", other.data)
 
     @property
     def kernel(self) -> str | None:
@@ -163,8 +162,7 @@ def _read_folder(folder: Path) -> list[Run]:
         started = [job for job in jobs if (folder / job / "summary.json").exists()]
         return [_read_run(folder / job, _list_swept(job)) for job in started]
     if not (folder / "summary.json").exists():
-        reason = f"{folder / 'summary.json'} does not exist"
-        raise UserError(f"{folder} is not a run: {reason}; {WHAT_TO_SET}")
+        raise UserError(f"{folder} is not a run: it has no summary.json; {WHAT_TO_SET}")
     return [_read_run(folder)]
 
 
@@ -177,15 +175,16 @@ def _list_swept(job: str) -> str:
 
 def _read_run(folder: Path, swept: str | None = None) -> Run:
     summary = read_json(folder / "summary.json")
-    config = flatten_dict(read_config(folder))
-    seed = config["seed"]
-    negligible = config.get("sweep.difference", SweepConfig.difference)
-    for key in list(config):
-        if key.split(".")[0] in IGNORED_SECTIONS:
-            del config[key]
+    settings = flatten_dict(read_config(folder))
+    config = {
+        key: value
+        for key, value in settings.items()
+        if key.split(".")[0] not in IGNORED_SECTIONS
+    }
     # torchrun sets the number of processes. It is not in the config, but it affects the speed.
     config["world_size"] = summary.get("world_size", 1)
-    return Run(folder, config, seed, summary, swept, negligible)
+    negligible = settings.get("sweep.difference", SweepConfig.difference)
+    return Run(folder, config, settings["seed"], summary, swept, negligible)
 
 
 def _set_labels(variants: list[Variant]) -> None:

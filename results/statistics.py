@@ -41,12 +41,17 @@ EFFECT_VARIANCE = 8.0  # with this value, the confidence sequence is narrow from
 
 
 def estimate_mean(values: Sequence[float]) -> Value:
-    """Mean with a 95 % confidence interval, which a single value does not have."""
+    """Mean with a 95 % confidence interval (Student's t), which a single value does not have."""
     if not values:
         return Value()
-    mean = math.fsum(values) / len(values)
-    margin = ci95(values)
-    return Value(mean, mean - margin, mean + margin) if len(values) > 1 else Value(mean)
+    count = len(values)
+    mean = math.fsum(values) / count
+    if count == 1:
+        return Value(mean)
+    from scipy.special import stdtrit  # train.py plots without scipy, which takes time to import
+
+    margin = float(stdtrit(count - 1, 0.975) * np.std(values, ddof=1)) / math.sqrt(count)
+    return Value(mean, mean - margin, mean + margin)
 
 
 def estimate_median(values: Sequence[float]) -> Value:
@@ -55,16 +60,6 @@ def estimate_median(values: Sequence[float]) -> Value:
         return Value()
     low, median, high = np.percentile(values, [25, 50, 75]).tolist()
     return Value(median, low, high) if len(values) > 1 else Value(median)
-
-
-def ci95(values: Sequence[float]) -> float:
-    """Half the width of the 95 % confidence interval of a mean (Student's t). 0 for one value."""
-    from scipy.special import stdtrit  # train.py plots without scipy, which takes time to import
-
-    count = len(values)
-    if count == 1:
-        return 0.0
-    return float(stdtrit(count - 1, 0.975) * np.std(values, ddof=1)) / math.sqrt(count)
 
 
 def estimate_difference(differences: Sequence[float], num_comparisons: int = 1) -> Value:

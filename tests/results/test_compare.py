@@ -227,19 +227,19 @@ def test_history_has_the_sentences_of_all_sweeps_and_how_many_may_be_wrong(workd
         sweep = write_sweep(Path("runs/sweeps", name), ["n=1,seed=1", "n=2,seed=1"])
         for n in (1, 2):
             folder = sweep / f"n={n},seed=1"
-            write_run(folder, changes={"model.n_layer": n}, val=4.0 - n, wall_seconds=60)
+            write_run(folder, changes={"model.n_layer": n}, val=4.0 - n)
         assert run_command("compare", f"sweeps/{name}") == 0
     capsys.readouterr()
     assert run_command("compare") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "first  2 runs, 0:02:00"
+    assert lines[0] == "first"
     assert lines[1].startswith("  n=2: undecided (loss -33.33 % so far), 1 seed")
-    assert lines[3] == "second  2 runs, 0:02:00"
+    assert lines[3] == "second"
     assert lines[-1].startswith("0 better, 0 worse. By chance, up to 0.1 of 2 sweeps")
 
 
 def test_history_lists_sweeps_that_are_not_finished(workdir, capsys):
-    write_run(write_sweep(Path("runs/sweeps/s"), ["seed=1"]) / "seed=1", wall_seconds=60)
+    write_run(write_sweep(Path("runs/sweeps/s"), ["seed=1"]) / "seed=1")
     assert run_command("compare") == 0
     assert "not finished; the same command continues it" in capsys.readouterr().out
 
