@@ -96,8 +96,13 @@ def plot_results(rows: list[dict], environment: dict, path: Path) -> None:
     columns = group_rows(rows, "phase", "mask")
     lines = list(group_rows(rows, "backend", "dtype"))
     figure = make_figure(max(5.0, 3.0 * len(columns)), 6.4)
-    scales = {"xscale": "log", "yscale": "log"}
-    panels = figure.subplots(2, len(columns), squeeze=False, sharex=True, subplot_kw=scales)
+    panels = figure.subplots(
+        2,
+        len(columns),
+        squeeze=False,
+        sharex=True,
+        subplot_kw={"xscale": "log", "yscale": "log"},
+    )
     for (top, bottom), ((phase, mask), panel_rows) in zip(panels.T, columns.items(), strict=True):
         style_axes(top, f"{phase}, {mask}")
         style_axes(bottom, "")
@@ -121,16 +126,18 @@ def plot_results(rows: list[dict], environment: dict, path: Path) -> None:
     panels[0, 0].set_xticks(Ts, [f"{T:,}" for T in Ts])
     panels[0, 0].set_ylabel("time, ms")
     panels[1, 0].set_ylabel("memory besides the inputs, MiB")
-    legend = panels[0, 0].get_legend_handles_labels()
-    figure.legend(*legend, loc="outside lower center", ncols=len(columns), frameon=False)
-    figure.suptitle(make_title(rows[0], environment), fontsize=10, color=GREY)
-    save_figure(figure, path)
-
-
-def make_title(row: dict, environment: dict) -> str:
-    """The shapes of all rows, and the machine."""
-    return (
-        f"H = {row['H']}, G = {row['G']}, D = {row['D']}, Dv = {row['Dv']}\n"
-        f"{environment['device_name']}, torch {environment['versions']['torch']}, "
-        f"{environment['threads']} threads"
+    figure.legend(
+        *panels[0, 0].get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=len(columns),
+        frameon=False,
     )
+    case = rows[0]  # all rows have these shapes
+    figure.suptitle(
+        f"H = {case['H']}, G = {case['G']}, D = {case['D']}, Dv = {case['Dv']}\n"
+        f"{environment['device_name']}, torch {environment['versions']['torch']}, "
+        f"{environment['threads']} threads",
+        fontsize=10,
+        color=GREY,
+    )
+    save_figure(figure, path)

@@ -275,10 +275,11 @@ def list_notes(rows: list[Row]) -> list[str]:
         )
     elif len(_distinct(rows, "data")) > 1:
         notes.append("Losses are not comparable: the texts differ.")
-    for row in rows:
-        if row["error"].value is not None:
-            notes.append(f"{row['variant'].value}: {row['status'].value}: {row['error'].value}")
-    return notes
+    return notes + [
+        f"{row['variant'].value}: {row['status'].value}: {row['error'].value}"
+        for row in rows
+        if row["error"].value is not None
+    ]
 
 
 def _distinct(rows: list[Row], name: str) -> list[Any]:

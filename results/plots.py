@@ -44,7 +44,6 @@ def plot_run(folder: Path) -> None:
     for step in model_starts.values():
         axes.axvline(step, color=GREY, linestyle=":", linewidth=1)
     losses = curves["val/loss"]
-    label = f"validation, best {min(losses.values(), default=math.nan):.3f}"
     axes.plot(
         list(losses),
         list(losses.values()),
@@ -52,7 +51,7 @@ def plot_run(folder: Path) -> None:
         color=VAL_COLOR,
         linewidth=1.8,
         markersize=4,
-        label=label,
+        label=f"validation, best {min(losses.values(), default=math.nan):.3f}",
     )
     axes.set(xlabel="optimizer step", ylabel="loss, nats per token")
     axes.legend(frameon=False)
@@ -73,16 +72,30 @@ def plot_comparison(
     figure = make_figure(10, forest_height + 3.6 + 0.1 * len(rows))
     panels = figure.subplots(2, 2, height_ratios=(forest_height, 3.1)).flat
     differences, times, losses, distances = panels
-    title = "loss difference, % (left is better, grey is none)"
-    _plot_forest(differences, title, names, [row["difference"] for row in rows], scale=100)
+    _plot_forest(
+        differences,
+        "loss difference, % (left is better, grey is none)",
+        names,
+        [row["difference"] for row in rows],
+        scale=100,
+    )
     differences.axvline(0, color=GREY, linewidth=1)
     differences.axvspan(-100 * negligible, 100 * negligible, color=GREY, alpha=0.12)
-    title = "time per step, ms (median, quartiles)"
-    _plot_forest(times, title, kernels, [row["step_ms"] for row in rows])
+    _plot_forest(
+        times,
+        "time per step, ms (median, quartiles)",
+        kernels,
+        [row["step_ms"] for row in rows],
+    )
     _plot_losses(losses, variants, labels)
     _plot_divergence(distances, variants)
-    legend = losses.get_legend_handles_labels()
-    figure.legend(*legend, loc="outside lower center", ncols=2, frameon=False, fontsize=9)
+    figure.legend(
+        *losses.get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=2,
+        frameon=False,
+        fontsize=9,
+    )
     save_figure(figure, path)
 
 

@@ -177,9 +177,7 @@ def _read_run(folder: Path, swept: str | None = None) -> Run:
     summary = read_json(folder / "summary.json")
     settings = flatten_dict(read_config(folder))
     config = {
-        key: value
-        for key, value in settings.items()
-        if key.split(".")[0] not in IGNORED_SECTIONS
+        key: value for key, value in settings.items() if key.split(".")[0] not in IGNORED_SECTIONS
     }
     # torchrun sets the number of processes. It is not in the config, but it affects the speed.
     config["world_size"] = summary.get("world_size", 1)
