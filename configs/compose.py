@@ -214,8 +214,6 @@ def hydra_loader() -> Iterator[ConfigLoader]:
     try:
         with initialize_config_dir(str(CONFIGS), version_base="1.3"):
             yield GlobalHydra.instance().config_loader()
-    except UserError:
-        raise
     except Exception as error:  # a wrong YAML file can cause any exception in Hydra and OmegaConf
         reason = " ".join(str(error).partition("Config search path:")[0].split())
         raise UserError(f"Hydra cannot compose this: {reason}") from None

@@ -32,8 +32,9 @@ class SampleConfig(SamplingConfig, LoadConfig):
 
     def rules(self, section: str) -> Iterator[Rule]:
         yield from super().rules(section)
-        keys = ("prompt", "prompt_file", "prompts", "interactive")
-        modes = [key for key in keys if getattr(self, key)]
+        modes = [
+            key for key in ("prompt", "prompt_file", "prompts", "interactive") if getattr(self, key)
+        ]
         if len(modes) > 1:
             raise UserError(f"{' and '.join(modes)} exclude each other; set one of them")
         yield (

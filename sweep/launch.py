@@ -132,8 +132,7 @@ def train_jobs(todo: list[Job], launcher: Any = None) -> dict[str, Outcome]:
             print_text(line)
     except KeyboardInterrupt:
         name = todo[0].folder.parent.name
-        message = f"stopped; resume with the same command and name={name}"
-        raise KeyboardInterrupt(message) from None
+        raise KeyboardInterrupt(f"stopped; resume with the same command and name={name}") from None
     return outcomes
 
 
