@@ -29,7 +29,7 @@ from results.metrics import (
     format_loss,
 )
 from results.plots import plot_comparison
-from results.read import WHAT_TO_SET, Variant, read_table, read_variants
+from results.read import WHAT_TO_SET, Variant, read_variants
 from results.statistics import (
     ERROR_RATE,
     compare_losses,
@@ -44,6 +44,7 @@ from results.statistics import (
 Row = dict[str, Value]
 
 FILES = ("comparison.png", "comparison.csv")
+UNFINISHED = "not finished; the same command continues it"  # a sweep without a comparison
 EN_DASH = "–"  # noqa: RUF001
 MAX_SPREAD = 1.5  # upper / lower quartile of step times; a larger ratio means a busy machine
 
@@ -81,23 +82,18 @@ def print_comparison(rows: list[Row], out: Path) -> None:
 
 
 def print_history(sweeps: Path) -> None:
-    """Print the verdicts of all sweeps in a folder, the oldest sweep first."""
+    """Print the sentences of all sweeps in a folder, the oldest sweep first."""
     files = sorted(sweeps.glob("*/sweep.json"), key=lambda file: file.stat().st_mtime)
     if not files:
         raise UserError(f"there is no run to compare, and no sweep in {sweeps}; {WHAT_TO_SET}")
-    verdicts = []
     for file in files:
-        folder = file.parent
-        print_text(folder.name)
-        if not (folder / "comparison.csv").exists():
-            print_text("  not finished; the same command continues it")
-            continue
-        for sentence in read_json(folder / "comparison.json").get("sentences", []):
+        print_text(file.parent.name)
+        comparison = read_json(file.with_name("comparison.json"))
+        for sentence in comparison.get("sentences", [UNFINISHED]):
             print_text(f"  {sentence}")
-        verdicts += [row["verdict"] for row in read_table(folder / "comparison.csv")]
     print_text(
-        f"\n{verdicts.count('better')} better, {verdicts.count('worse')} worse. By chance, up to "
-        f"{ERROR_RATE * len(files):.1f} of {pluralize(len(files), 'sweep')} have a wrong verdict."
+        f"\nBy chance, up to {ERROR_RATE * len(files):.1f} of {pluralize(len(files), 'sweep')} "
+        "have a wrong verdict."
     )
 
 
