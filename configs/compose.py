@@ -83,8 +83,10 @@ def read_files(script: str, choices: dict[str, str], config_dir: str | None) -> 
             suggestion = did_you_mean(choice, options, {})
             if group == "data" and Path(choice).suffix:
                 suggestion = f" (did you mean data.path={choice}?)"
-            advice = f"set one of {', '.join(options)}{describe_commas(choice)}"
-            raise UserError(f"{group}={choice} is unknown{suggestion}; {advice}")
+            raise UserError(
+                f"{group}={choice} is unknown{suggestion}; "
+                f"set one of {', '.join(options)}{describe_commas(choice)}"
+            )
         words.append(f"{'experiment@_global_' if group == 'experiment' else group}={choice}")
     texts = {}
     for name, package in select_files(script, *words):

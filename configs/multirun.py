@@ -128,8 +128,9 @@ def make_jobs(words: list[str], config_dir: str | None) -> list[Job]:
     names = name_jobs([{key: texts[key] for key in swept} for texts in combinations])
     if len(set(names)) < len(names):
         raise UserError(f"{max(names, key=names.count)} would be trained twice; list it once")
-    label = f"{configs[0].data.label}-{configs[0].model.name}"
-    sweep = configs[0].name or make_new_folder(SWEEPS, label)
+    sweep = configs[0].name or make_new_folder(
+        SWEEPS, f"{configs[0].data.label}-{configs[0].model.name}"
+    )
     if (RUNS / sweep / "config.yaml").exists():  # preset=auto would be the preset of this run
         raise UserError(f"{RUNS / sweep} is a run; set another name for the sweep")
     started = read_started_jobs(SWEEPS / sweep)

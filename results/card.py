@@ -76,7 +76,6 @@ def list_facts(run: Path, checkpoint: dict) -> dict[str, Any]:
     """The facts about a model by name. Unknown facts are None, 0 or empty."""
     step = checkpoint["step"]
     summary = read_json(run / "summary.json")
-    words = map(hide_path, shlex.split(summary.get("command", "")))
     data = {}
     if "data" in summary:
         data = read_json(Path(summary["data"]) / "meta.json")
@@ -85,7 +84,7 @@ def list_facts(run: Path, checkpoint: dict) -> dict[str, Any]:
         curves = read_curves(run)
     table_sizes = [w.numel() for name, w in checkpoint["model"].items() if "ngrams." in name]
     return {
-        "command": shlex.join(words),
+        "command": shlex.join(map(hide_path, shlex.split(summary.get("command", "")))),
         "trilGPT commit": (summary.get("commit") or "").replace("+", " with changes"),
         "data": checkpoint["config"]["data"]["name"],
         "data, bytes": sum(data.get("bytes", {}).values()),

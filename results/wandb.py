@@ -305,8 +305,7 @@ def export_bench(folder: Path, mode: str) -> None:
             config=config | summary | {"attention": attention},
         )
         for row in rows:
-            columns = name_columns(row, "{phase} {mask} {dtype}")
-            run.log(columns | {"T": row["T"]})
+            run.log(name_columns(row, "{phase} {mask} {dtype}") | {"T": row["T"]})
         run.log(to_media({"table": rows, "picture": "attention.png"}, folder))
         run.finish()
 

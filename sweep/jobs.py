@@ -49,8 +49,10 @@ class Job:
         """Raise UserError if the folder contains a run with a different config."""
         fixed = find_fixed_changes(read_trained_config(self.folder), flatten_dict(self.config))
         if fixed:
-            advice = "restore the old values, or set another name"
-            raise UserError(f"{self.folder} was trained with {', '.join(fixed.values())}; {advice}")
+            raise UserError(
+                f"{self.folder} was trained with {', '.join(fixed.values())}; "
+                "restore the old values, or set another name"
+            )
 
 
 def find_fixed_changes(old: dict, new: dict) -> dict[str, str]:

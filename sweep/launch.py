@@ -41,8 +41,7 @@ def run_sweep(jobs: list[Job], launcher: Any = None, stops_early: bool = False) 
     started = []
     outcomes = {}
     for batch in batches:
-        todo = find_missing_jobs(folder, batch)
-        outcomes |= train_jobs(todo, launcher)
+        outcomes |= train_jobs(find_missing_jobs(folder, batch), launcher)
         started += batch
     return finish_sweep(folder, started, outcomes, negligible)
 
@@ -53,8 +52,10 @@ def check_baseline(folder: Path, job: Job) -> None:
     trained = read_trained_config(folder / started[0]) if started else {}
     changes = find_fixed_changes(trained, flatten_dict(job.config))
     if changes.keys() - {"seed"}:
-        advice = "list this setting first, or set another name"
-        raise UserError(f"{folder} compares all settings with {started[0]}; {advice}")
+        raise UserError(
+            f"{folder} compares all settings with {started[0]}; "
+            "list this setting first, or set another name"
+        )
 
 
 def iter_seeds(jobs: list[Job], negligible: float) -> Iterator[list[Job]]:

@@ -48,8 +48,7 @@ def submit_jobs(jobs: list[Job], config: Any) -> Iterator[tuple[Job, Outcome]]:
         try:
             outcome = task.result()
         except Exception as error:  # submitit lost the job
-            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-            outcome = Outcome("failed", reason)
+            outcome = Outcome("failed", f"{type(error).__name__}: {error}".partition("\n")[0])
         yield jobs_of_tasks[task], outcome
 
 
