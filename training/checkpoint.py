@@ -71,11 +71,12 @@ def load_last_checkpoint(run: RunFolder, state: TrainState, header: dict, dist: 
         if saved["optimizer"] is None:
             raise damaged(run.last, "it has no optimizer state, as best.pt")
         check_identity(run.folder, saved, header)
-        step = saved["step"]
-        steps = step - saved.get("model_step", 0)  # of the last model
-        if steps > (state.config.steps or math.inf):
-            raise UserError(f"{run.last} has finished step {step}; set train.steps={steps} or more")
         state.load_state_dict(saved)
+        used = state.used_limits["train.steps"]
+        if used > 1:
+            steps = math.ceil(used * state.config.steps - 1e-6)  # which may be a rounding error
+            message = f"{run.last} has finished step {state.step}; set train.steps={steps} or more"
+            raise UserError(message)
     found = f"{run.folder} at step {state.step} with the best evaluation at step {state.best_step}"
     dist.require_equal(found, f"copy the newest {run.folder} to all machines")
 

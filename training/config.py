@@ -28,6 +28,7 @@ OVERFITTING_EVALS = 3
 # first steps of a process, excluded from medians: caches fill, and kernels are selected
 WARMUP_STEPS = 5
 FORWARD_SHARE = 1 / 3  # of the FLOPs of forward and backward passes
+STUDENT_LENGTH = 4  # steps of a student, as a multiple of the steps of a teacher
 TOO_LARGE_DECAY = "reverses the sign of the weights at each step; set less than 1 /"
 
 
@@ -35,10 +36,10 @@ TOO_LARGE_DECAY = "reverses the sign of the weights at each step; set less than 
 class TrainConfig:
     """Length of the run, and size of a step."""
 
-    # optimizer steps of each model (preset)
+    # optimizer steps of a model; a student has more (preset)
     steps: int | None = setting(1000, 1, MAX_STEPS)
-    # passes of each model over the training text; steps, epochs or minutes end a run, whichever
-    # comes first
+    # passes of a model over the training text; steps, epochs or minutes end a run, whichever comes
+    # first
     epochs: float | None = setting(None, above=0)
     # time limit. Without steps, a preset for text and time also sets model, vocabulary and batch
     minutes: float | None = setting(None, above=0, high=1e9)

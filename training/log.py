@@ -14,7 +14,7 @@ import torch
 from common.console import ProgressBar
 from common.errors import TrainingFailed
 from common.machine import reset_peak_memory
-from training.config import OVERFITTING_EVALS, RunConfig
+from training.config import OVERFITTING_EVALS, STUDENT_LENGTH, RunConfig
 from training.run_folder import RunFolder, read_rows, summary_key
 from training.runtime import Runtime
 from training.speed import Speed, StepProfiler, peak_flops
@@ -108,7 +108,9 @@ class RunLogger(AbstractContextManager):
         """Update the progress bar, or print a line if the output is not a terminal."""
         label = f"step {self.state.step}"
         if self.config.train.steps is not None:
-            label += f"/{self.config.train.steps * (self.state.planned_teachers + 1)}"
+            n_teachers = self.state.planned_teachers
+            models = n_teachers + STUDENT_LENGTH if n_teachers else 1
+            label += f"/{self.config.train.steps * models}"
         label += self.state.role
         details = ""
         if newest.get("train/loss") is not None and newest.get("tokens_per_second") is not None:

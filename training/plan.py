@@ -21,7 +21,7 @@ from model.gpt import GPT
 from model.loss import max_chunk_logits
 from training.banner import describe_model, format_epochs
 from training.build import load_run_tokenizer
-from training.config import FORWARD_SHARE, RunConfig
+from training.config import FORWARD_SHARE, STUDENT_LENGTH, RunConfig
 from training.optimizer import build_optimizers, state_by_name
 from training.parallel import FSDP2
 from training.presets import choose_preset
@@ -73,8 +73,14 @@ def make_plan(config: RunConfig, runtime: Runtime) -> list[tuple[str, str]]:
     steps = count_steps(config, seconds_per_step, epoch_tokens / tokens_per_step)  # of a model
     seconds = 60 * (config.train.minutes or math.inf)
     n_teachers = config.train.fit_teachers(seconds / (steps * seconds_per_step))
-    equivalent_steps = steps * (1 + n_teachers * (1 + FORWARD_SHARE))
-    steps *= 1 + n_teachers
+    equivalent_steps = steps  # as many steps of one model have as many FLOPs
+    if n_teachers > 0:
+        teacher_steps = n_teachers * steps
+        cost = 1 + FORWARD_SHARE * n_teachers  # of a student's step
+        steps_in_time = (seconds / seconds_per_step - teacher_steps) / cost
+        student_steps = math.ceil(min(STUDENT_LENGTH * steps, steps_in_time))
+        equivalent_steps = teacher_steps + cost * student_steps
+        steps = teacher_steps + student_steps
     tokens = steps * tokens_per_step
     memory = estimate_memory(config, runtime, model)
     memory["teachers"] = n_teachers * sum(p.nbytes for p in model.parameters())

@@ -5,9 +5,9 @@ than each of them (deep ensembles, Lakshminarayanan et al., arXiv:1612.01474). T
 student, learns this mean instead of the text (distillation, Hinton et al., arXiv:1503.02531). It
 is the result of the run, as large and as fast as each of its teachers.
 
-All models have the same number of steps. Teachers differ in their initial weights and in the order
-in which they read the text. The student starts with the weights of the last teacher, and has no
-weight decay: it overfits less, because its targets are not single tokens
+Teachers have the same number of steps. They differ in their initial weights and in the order in
+which they read the text. The student starts with the weights of the last teacher. It has no weight
+decay and up to four times the steps, because it overfits less: its targets are not single tokens
 (docs/experiments/teachers.md).
 """
 

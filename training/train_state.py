@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from model.gpt import GPT
-from training.config import FORWARD_SHARE, OVERFITTING_EVALS, TrainConfig
+from training.config import FORWARD_SHARE, OVERFITTING_EVALS, STUDENT_LENGTH, TrainConfig
 from training.optimizer import load_state_by_name, state_by_name
 from training.parallel import gather, load_weights
 from training.runtime import Dist, seed_device
@@ -69,11 +69,13 @@ class TrainState:
     def used_limits(self) -> dict[str, float]:
         """The fraction of each limit that the current model has used, by its setting.
 
-        Steps and epochs are those of each model. Its time lasts until the end of the run.
+        Steps and epochs count from the start of the model, and time lasts until the end of the run.
         At 1, the model is trained.
         """
         config = self.config
         steps = self.step - self.model_step
+        if self.is_student:
+            steps /= STUDENT_LENGTH
         end = 60 * (config.minutes or math.inf)
         time_limit = max(1e-9, end - self.model_seconds)
         return {
@@ -96,9 +98,14 @@ class TrainState:
 
     @property
     def progress(self) -> float:
-        """The finished part of the run, 0 to 1. All models count as equally long."""
-        trained = (len(self.teachers) + self.model_progress) / (self.planned_teachers + 1)
-        return max(trained, min(1.0, self._used_time))
+        """The finished part of the run, 0 to 1."""
+        n_teachers = self.planned_teachers
+        if n_teachers == 0:
+            return self.model_progress
+        student_cost = STUDENT_LENGTH * (1 + FORWARD_SHARE * n_teachers)  # a teacher costs 1
+        model_cost = student_cost if self.is_student else 1.0
+        trained = len(self.teachers) + self.model_progress * model_cost
+        return max(trained / (n_teachers + student_cost), min(1.0, self._used_time))
 
     @property
     def _used_time(self) -> float:

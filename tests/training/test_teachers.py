@@ -1,5 +1,6 @@
 """Teachers and a student: their targets, what each model starts with, and runs that resume."""
 
+import itertools
 import re
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,7 +16,7 @@ from data.loader import Loader
 from data.prepare import prepare
 from generation.load import load_run
 from model.loss import IGNORE_INDEX
-from training.config import FORWARD_SHARE, TrainConfig
+from training.config import FORWARD_SHARE, STUDENT_LENGTH, TrainConfig
 from training.optimizer import build_optimizers
 from training.runtime import Dist
 from training.schedule import ScheduleConfig
@@ -26,6 +27,7 @@ from training.teachers import (
 from training.train_state import TrainState
 
 TWO_TEACHERS = ["train.n_teachers=2", "train.steps=4", "schedule.warmup_steps=1"]
+LAST_STEP = 2 * 4 + STUDENT_LENGTH * 4
 B, T, V = 3, 8, 20
 
 
@@ -140,15 +142,31 @@ def train_to_the_end(
     [{"steps": 4}, {"epochs": 0.5}, {"steps": 4, "minutes": 9.0}],
     ids=["steps", "epochs", "steps before minutes"],
 )
-def test_all_models_have_equal_shares_of_a_run(limits, clock):
+def test_teachers_are_equally_long_and_the_student_is_longer(limits, clock):
     roles = [role for role, _ in train_to_the_end(make_state(**limits), clock)]
-    assert roles == [", teacher 1 of 2"] * 4 + [", teacher 2 of 2"] * 4 + [", student"] * 4
+    of_student = [", student"] * 4 * STUDENT_LENGTH
+    assert roles == [", teacher 1 of 2"] * 4 + [", teacher 2 of 2"] * 4 + of_student
 
 
 @pytest.mark.parametrize("limits", [{"steps": 4}, {"epochs": 0.5}], ids=str)
 def test_learning_rate_falls_for_each_model(limits, clock):
     rates = [rate for _, rate in train_to_the_end(make_state(**limits), clock)]
-    assert rates == pytest.approx([1, 0.75, 0.5, 0.25] * 3)
+    of_student = [1 - n / (4 * STUDENT_LENGTH) for n in range(4 * STUDENT_LENGTH)]
+    assert rates == pytest.approx([1, 0.75, 0.5, 0.25] * 2 + of_student)
+
+
+def test_progress_is_the_used_part_of_the_time_of_a_run(clock):
+    """A step of the student of two teachers needs 5 / 3 of the time of another one."""
+    state = make_state(steps=4)
+    progress = []
+    while not state.is_done:
+        if state.model_progress >= 1:
+            state.start_next_model(seed=1)
+        state.count_step(Dist(), signal_received=False)
+        progress.append(state.progress)
+    step_costs = [1] * 8 + [5 / 3] * 4 * STUDENT_LENGTH
+    expected = [cost / sum(step_costs) for cost in itertools.accumulate(step_costs)]
+    assert progress == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +181,7 @@ def test_number_of_teachers_fits_into_the_time(length, seconds, n_teachers, cloc
     assert roles[:4] == [", teacher 1 of 4"] * 4
     assert len(state.teachers) == n_teachers
     assert (", student" in roles) == (n_teachers > 0)
-    assert len(roles) == 4 * n_teachers + max(4, roles.count(", student"))
+    assert len(roles) <= 4 * (4 + STUDENT_LENGTH)
     assert state.progress == 1
 
 
@@ -175,7 +193,8 @@ def test_run_that_had_no_time_for_teachers_gets_them_with_more_minutes(clock):
     resumed.load_state_dict(state.state_dict())
     assert not resumed.is_done
     roles = [role for role, _ in train_to_the_end(resumed, clock)]
-    assert roles == [f", teacher {n} of 4" for n in (2, 3, 4) for _ in range(4)] + [", student"] * 4
+    of_teachers = [f", teacher {n} of 4" for n in (2, 3, 4) for _ in range(4)]
+    assert roles == of_teachers + [", student"] * 4 * STUDENT_LENGTH
 
 
 def test_time_limit_that_ends_a_teacher_early_lowers_its_learning_rate_to_zero(clock):
@@ -190,7 +209,9 @@ def test_extended_run_trains_its_student_longer(clock):
     state = make_state(steps=4)
     train_to_the_end(state, clock)
     state.config.steps = 8
-    assert train_to_the_end(state, clock) == [(", student", 1 - n / 8) for n in range(4, 8)]
+    last_step = 8 * STUDENT_LENGTH
+    expected = [(", student", 1 - n / last_step) for n in range(last_step // 2, last_step)]
+    assert train_to_the_end(state, clock) == expected
 
 
 @pytest.mark.parametrize("first_step", [1, 60], ids=["eager", "compiled"])
@@ -198,7 +219,7 @@ def test_time_of_a_slow_first_step_is_not_expected_of_other_models(first_step, c
     state = make_state(steps=4, minutes=2.0, n_teachers=4)
     state.schedule.warmup_steps = 1
     roles = [role for role, _ in train_to_the_end(state, clock, first_step)]
-    assert len(roles) == 5 * 4
+    assert len(roles) == (4 + STUDENT_LENGTH) * 4
     assert roles[-1] == ", student"
 
 
@@ -213,18 +234,17 @@ def test_student_of_two_teachers_gets_what_the_second_one_has_left_of_the_time(c
         roles.append(state.role)
         clock[0] += 10 if len(state.teachers) == 1 else 1
         state.count_step(Dist(), signal_received=False)
-    assert len(roles) == 12
-    assert roles[4:] == [", teacher 2 of 8"] * 4 + [", student"] * 4
+    assert roles[4:] == [", teacher 2 of 8"] * 4 + [", student"] * 4 * STUDENT_LENGTH
 
 
 def test_student_that_is_not_quite_trained_is_not_finished():
-    """(2 + progress) / 3 rounds to 1."""
-    state = make_state(epochs=1.1)
+    """The sum of the progress of all models rounds to 1."""
+    state = make_state(steps=10**9)
     state.teachers = [None, None]
-    state.steps_per_epoch = 50.0
-    state.step = 55
+    state.step = 10**9 * STUDENT_LENGTH - 1
+    state.model_step = 0
     assert state.model_progress < 1
-    assert state.progress == 1
+    assert state.progress == pytest.approx(1)
     assert not state.is_done
 
 
@@ -375,11 +395,13 @@ def training_inputs(step: int):
 def test_teachers_after_the_first_one_are_evaluated_at_their_end_only(train):
     assert train("name=a", *TWO_TEACHERS, "eval.every=1") == 0
     evaluated = [row["step"] for row in metrics("a") if "val/loss" in row]
-    assert evaluated == [0, 1, 2, 3, 4, 8, 9, 10, 11, 12]
+    assert evaluated == [0, 1, 2, 3, 4, *range(8, LAST_STEP + 1)]
 
 
 def test_rows_have_the_number_of_trained_teachers(student):
-    assert [row["teachers"] for row in metrics("whole")] == [0] * 5 + [1] * 4 + [2] * 4
+    assert [row["teachers"] for row in metrics("whole")] == [0] * 5 + [1] * 4 + [2] * (
+        LAST_STEP - 8
+    )
 
 
 @pytest.mark.parametrize("checkpoint", ["best", "last"])
@@ -397,7 +419,7 @@ def test_run_with_teachers_never_warns_of_overfitting(train, capsys):
     assert summary("a")["overfitting"] is False
 
 
-@pytest.mark.parametrize("step", [2, 4, 6, 8, 10, 12])
+@pytest.mark.parametrize("step", [2, 4, 6, 8, 10, LAST_STEP])
 def test_killed_run_with_teachers_is_bit_identical(folder_with_a_student, student, train, step):
     """Killed while a checkpoint of any model, or of its last step, is written."""
 
@@ -433,7 +455,7 @@ def test_micro_batches_do_not_change_a_student(student, train):
 
 
 def test_each_model_reads_the_text_in_another_order(workdir, train, monkeypatch):
-    """All read the same number of sequences. A run that resumes has the order of its model."""
+    """A run that resumes has the order of its model."""
     numbers = []
     read = Loader._train_batch
 
@@ -443,15 +465,19 @@ def test_each_model_reads_the_text_in_another_order(workdir, train, monkeypatch)
 
     monkeypatch.setattr(Loader, "_train_batch", read_and_record)
     assert train("name=a", *TWO_TEACHERS) == 0
-    assert numbers == [0] * 4 + [1] * 4 + [2] * 4
+    assert numbers == [0] * 4 + [1] * 4 + [2] * (LAST_STEP - 8)
     assert train("name=a", *TWO_TEACHERS, "train.steps=5") == 0
-    assert numbers[12:] == [2]
+    assert numbers[LAST_STEP:] == [2] * STUDENT_LENGTH
 
 
 def test_output_says_which_model_is_trained(workdir):
     printed = train_in(workdir, "name=a", *TWO_TEACHERS, "eval.every=4")
     assert "for each of 2 teachers and a student" in printed
-    for line in ("step 4, teacher 1 of 2: ", "step 8, teacher 2 of 2: ", "step 12, student: "):
+    for line in (
+        "step 4, teacher 1 of 2: ",
+        "step 8, teacher 2 of 2: ",
+        f"step {LAST_STEP}, student: ",
+    ):
         assert line in printed
 
 
@@ -476,14 +502,15 @@ def test_setting_that_does_not_fit_teachers_is_refused(train, capsys, word):
 
 
 def test_plan_counts_the_passes_of_teachers(train, capsys):
-    """In 10 steps of the student, the passes of 3 teachers have the FLOPs of 10 training steps."""
+    """A student's step with 3 teachers has the FLOPs of two steps of a teacher."""
     flops = []
     printed = ""
-    for words in (["train.steps=50"], ["train.steps=10", "train.n_teachers=3"]):
+    steps = 10 * (3 + 2 * STUDENT_LENGTH)
+    for words in ([f"train.steps={steps}"], ["train.steps=10", "train.n_teachers=3"]):
         assert train("plan=true", "flops_per_second=1e9", *words) == 0
         printed = capsys.readouterr().out
         flops += re.findall("(?m)^FLOPs .*", printed)
     assert len(flops) == 2
     assert flops[0] == flops[1]
-    assert "40, of 3 teachers and their student: 2,560 tokens" in printed
+    assert f"{10 * (3 + STUDENT_LENGTH)}, of 3 teachers and their student: " in printed
     assert "  teachers " in printed  # of the memory
