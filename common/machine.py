@@ -125,15 +125,16 @@ def describe_environment(device: torch.device) -> dict:
 
     commit: None without git, or if the project is not a checkout.
     """
-    project = Path(__file__).parents[1]
-    git = subprocess.run(DESCRIBE_COMMIT, shell=True, cwd=project, capture_output=True)
-    versions = {name: version(name) for name in PACKAGES}
+    git = subprocess.run(
+        DESCRIBE_COMMIT, shell=True, cwd=Path(__file__).parents[1], capture_output=True
+    )
     return {
         "device": device.type,
         "device_name": device_name(device),
         "threads": torch.get_num_threads(),
         "tf32": torch.backends.cuda.matmul.allow_tf32,
-        "versions": {"python": platform.python_version(), **versions},
+        "versions": {"python": platform.python_version()}
+        | {name: version(name) for name in PACKAGES},
         "commit": git.stdout.decode(errors="replace").strip() or None,
         "command": command_line(),
     }

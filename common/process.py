@@ -144,8 +144,9 @@ class StopRequest(AbstractContextManager):
         has_torchrun = "TORCHELASTIC_RUN_ID" in os.environ  # which repeats signals
         if self.requested:
             if signum == signal.SIGINT and not has_torchrun:
-                lost = "steps since the last checkpoint are lost"
-                raise KeyboardInterrupt(f"stopped without saving; {lost}")
+                raise KeyboardInterrupt(
+                    "stopped without saving; steps since the last checkpoint are lost"
+                )
             return
         self.requested = True
         if os.environ.get("RANK", "0") == "0":

@@ -103,11 +103,11 @@ def format_value(value: Any) -> str:
 
 def describe_changes(old: dict, new: dict) -> dict[str, str]:
     """Describe the keys that both have and whose values differ: {key: "key=old (now new)"}."""
-    changes = {}
-    for key, value in new.items():
-        if key in old and old[key] != value:
-            changes[key] = f"{key}={format_value(old[key])} (now {format_value(value)})"
-    return changes
+    return {
+        key: f"{key}={format_value(old[key])} (now {format_value(value)})"
+        for key, value in new.items()
+        if key in old and old[key] != value
+    }
 
 
 def unescape(value: Any) -> Any:
@@ -187,8 +187,7 @@ def flatten_dict(config: dict, prefix: str = "") -> dict:
 
 def check_path_component(key: str, word: str) -> None:
     """Raise UserError for a word that cannot be part of a folder name."""
-    has_valid_characters = re.fullmatch(r"[A-Za-z0-9._-]{1,100}", word)
-    if not has_valid_characters or ".." in word or word.startswith((".", "-")):
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", word) or ".." in word:
         raise UserError(
             f"{key}={word!r} is not a folder name; use up to 100 letters, digits, '.', '_' and '-'"
         )

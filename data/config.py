@@ -59,8 +59,8 @@ class DataConfig:
         if not is_remote or not isinstance(self.path, str) or ":" in self.path:  # URL, or hub:
             return self.name
         name = re.sub(r"(\.[A-Za-z]\w*)+$", "", Path(self.path).name)  # .txt.gz
-        can_name_run = re.fullmatch(r"\w[\w.-]{0,59}", name, re.ASCII)
-        return name if can_name_run else self.name
+        # it is also a part of the run's name
+        return name if re.fullmatch(r"\w[\w.-]{0,59}", name, re.ASCII) else self.name
 
     def rules(self, section: str) -> Iterator[Rule]:
         check_path_component(f"{section}.name", self.name)

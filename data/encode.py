@@ -194,9 +194,8 @@ class TokenFile:
 
         The first document of all is never held out.
         """
-        fraction = self.source.config.val_fraction
         size = self.byte_starts[-1]
-        held_out_size = max(1, size * fraction)
+        held_out_size = max(1, size * self.source.config.val_fraction)
         return max(1, bisect_right(self.byte_starts, size - held_out_size) - 1)
 
     def describe(self, documents: range) -> dict:

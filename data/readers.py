@@ -184,8 +184,10 @@ def _iter_rows(file: str, config: DataConfig) -> Iterator[tuple[str, str]]:
     for number, row in enumerate(_iter_table(file, columns, config), start=1):
         for column in columns:
             if not isinstance(row.get(column), str | None):
-                kind = type(row[column]).__name__
-                raise ValueError(f"the column {column} contains {kind}, not text, in row {number}")
+                raise ValueError(
+                    f"the column {column} contains {type(row[column]).__name__}, not text, in row "
+                    f"{number}"
+                )
         text = row.get(config.text_column)
         if text is not None:
             yield text, row.get(config.prompt_column) or ""
@@ -249,8 +251,9 @@ def _iter_parquet(file: str, columns: list[str]) -> Iterator[dict]:
 def _iter_hub(file: str, columns: list[str], config: DataConfig) -> Iterator[dict]:
     """Read a split of a hub data set."""
     _, repo, split = file.split(":", 2)
-    options = {"revision": config.revision, "streaming": config.stream}
-    rows = _import_datasets().load_dataset(repo, config.config, split=split, **options)
+    rows = _import_datasets().load_dataset(
+        repo, config.config, split=split, revision=config.revision, streaming=config.stream
+    )
     rows = rows.select_columns(columns).with_format("arrow")
     for batch in rows.iter(batch_size=BATCH_ROWS):
         yield from batch.select(columns).to_pylist()

@@ -146,10 +146,7 @@ def resolve_source(config: DataConfig) -> Source:
     """
     if config.source not in SOURCES:
         raise unknown_value("data.source", config.source, SOURCES)
-    if config.path is not None:
-        files = find_files(config.path, "data.path")
-    else:
-        files = SOURCES[config.source](config)
+    files = text(config) if config.path is not None else SOURCES[config.source](config)
     val_files = []
     if config.val_path is not None:
         val_files = find_files(config.val_path, "data.val_path")
@@ -233,12 +230,11 @@ def hash_source(source: Source) -> str:
 
     This is the content of local files, the names of all others, and READING_KEYS.
     """
-    total = hashlib.sha256()
     config = source.config
     values = [config.name, *(getattr(config, key) for key in READING_KEYS)]
     if config.separator is not None:  # otherwise, the hash equals the one of earlier versions
         values.append(config.separator)
-    total.update(json.dumps(values).encode())
+    total = hashlib.sha256(json.dumps(values).encode())
     for file in [*source.files, "validation", *source.val_files]:
         if os.path.isfile(file):
             _hash_file(file, total)

@@ -84,12 +84,10 @@ def bpe(texts: Iterable[str], vocab_size: int | None) -> tuple[str, list[bytes]]
     trainer = rustbpe.Tokenizer()  # ty: ignore[missing-attribute] (compiled, without type stubs)
     sample = iter(sample_texts(texts))
     # In a thread, so that a signal can interrupt this one.
-    training = ThreadPoolExecutor(1).submit(
+    ThreadPoolExecutor(1).submit(
         trainer.train_from_iterator, sample, vocab_size, pattern=BPE_PATTERN
-    )
-    training.result()
-    ranks = trainer.get_mergeable_ranks()  # in the order of their ids
-    return BPE_PATTERN, [bytes(token) for token, _ in ranks]
+    ).result()
+    return BPE_PATTERN, [bytes(token) for token, _ in trainer.get_mergeable_ranks()]
 
 
 def sample_texts(texts: Iterable[str]) -> list[str]:
