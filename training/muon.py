@@ -29,17 +29,14 @@ def orthogonalize(matrices: Tensor, steps: int, dtype: torch.dtype = torch.float
     steps: iterations.
     dtype: dtype of X.
     """
-    is_tall = matrices.shape[-2] > matrices.shape[-1]
+    if matrices.shape[-2] > matrices.shape[-1]:
+        return orthogonalize(matrices.mT, steps, dtype).mT
     X = matrices.to(dtype)
-    if is_tall:
-        X = X.mT
     X = X / (X.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(steps):
         S = X @ X.mT
         polynomial = torch.baddbmm(S, S, S, beta=B, alpha=C)  # bS + cS^2
         X = torch.baddbmm(X, polynomial, X, beta=A)
-    if is_tall:
-        X = X.mT
     return X.type_as(matrices)
 
 
