@@ -39,9 +39,7 @@ def summary_key(name: str) -> str:
 
 def read_config(folder: Path) -> dict:
     """Read config.yaml. Raises UserError if it is damaged."""
-    config = read_file(folder / "config.yaml", lambda text: {**yaml.safe_load(text)})
-    config.get("data", {}).pop("weight", None)  # which earlier versions have written
-    return config
+    return read_file(folder / "config.yaml", lambda text: {**yaml.safe_load(text)})
 
 
 def read_rows(folder: Path, add_row: Callable[[dict], None]) -> None:
@@ -115,10 +113,14 @@ class RunFolder(AbstractContextManager):
 
     def start(self, config: dict, summary: dict) -> None:
         """Write config.yaml and summary.json."""
-        self.summary = {"name": self.name, "status": "running", "error": None}
         is_same_run = self.previous.get("name") == self.name  # else, the folder was copied
         wandb_id = is_same_run and self.previous.get("wandb_id")
-        self.summary["wandb_id"] = wandb_id or secrets.token_hex(4)
+        self.summary = {
+            "name": self.name,
+            "status": "running",
+            "error": None,
+            "wandb_id": wandb_id or secrets.token_hex(4),
+        }
         if self.is_main:
             write_config(self.folder, config)
         self.update(summary)
@@ -133,25 +135,21 @@ class RunFolder(AbstractContextManager):
 
     def end(self, state: "TrainState") -> None:
         """Record how the training loop ended: no step is left, or a signal has stopped it."""
-        end = {"status": "finished"}
-        if state.stopped:
-            reason = (
-                f"saved at step {state.step}; resume with the same command and name={self.name}"
-            )
-            end = {"status": "interrupted", "error": reason}
-        self.update(end)
+        if not state.stopped:
+            self.update({"status": "finished"})
+            return
+        error = f"saved at step {state.step}; resume with the same command and name={self.name}"
+        self.update({"status": "interrupted", "error": error})
 
     def __exit__(self, error_type: Any, error: BaseException | None, traceback: Any) -> None:
         if self.summary is not None and error is not None:
             message = error_message(error) or f"{type(error).__name__}: {error}"
             self.update({"status": status_of(error), "error": message})
-        if self.is_main:
-            if not (self.folder / "config.yaml").exists():  # the run was refused
-                self._remove_empty_folder()
-            self.lock.release()
-
-    def _remove_empty_folder(self) -> None:
-        (self.folder / ".lock").unlink(missing_ok=True)
-        with suppress(OSError):  # it has other files, such as the log of a sweep's job
-            self.last.parent.rmdir()
-            os.removedirs(self.folder)
+        if not self.is_main:
+            return
+        if not (self.folder / "config.yaml").exists():  # the run was refused
+            (self.folder / ".lock").unlink(missing_ok=True)
+            with suppress(OSError):  # it has other files, such as the log of a sweep's job
+                self.last.parent.rmdir()
+                os.removedirs(self.folder)
+        self.lock.release()
