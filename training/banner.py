@@ -62,8 +62,10 @@ def _describe_length(config: RunConfig, summary: dict[str, Any], train_tokens: i
     length = " or ".join(pluralize(n, unit) for unit, n in limits.items() if n is not None)
     length += f" of {train.batch_size} x {block_size} = {tokens_per_step:,} tokens"
     if summary["accumulation"] > 1:
-        count = pluralize(summary["accumulation"], "micro batch")
-        length += f", {count} of {pluralize(summary['micro_batch_size'], 'sequence')}"
+        length += (
+            f", {pluralize(summary['accumulation'], 'micro batch')} of "
+            f"{pluralize(summary['micro_batch_size'], 'sequence')}"
+        )
     if train.steps is not None and train.epochs is None:
         length += f", {format_epochs(train.steps * tokens_per_step / train_tokens)}"
     if train.n_teachers is not None:
@@ -89,8 +91,10 @@ def format_epochs(epochs: float) -> str:
 def describe_finished_run(run: RunFolder, state: TrainState) -> str:
     """A line for a run that an earlier process has finished."""
     reached = [setting for setting, used in state.used_limits.items() if used >= 1]
-    advice = f"set a larger {' and '.join(reached)}, or another name"
-    return f"{run.folder} is finished at step {state.step}; {advice}"
+    return (
+        f"{run.folder} is finished at step {state.step}; "
+        f"set a larger {' and '.join(reached)}, or another name"
+    )
 
 
 def print_report(run: RunFolder) -> None:

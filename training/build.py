@@ -30,8 +30,7 @@ SAME_DATA = (
 
 def build_data(config: RunConfig, run: RunFolder, dist: Dist) -> PreparedData:
     """Prepare the data, unless this was done before. All processes must find the same data."""
-    checkpoint = run.last if run.resumes else None
-    spec = load_run_tokenizer(config.tokenizer.run, checkpoint)
+    spec = load_run_tokenizer(config.tokenizer.run, run.last if run.resumes else None)
     data = prepare(config.data, config.tokenizer, config.model.block_size, spec)
     dist.require_equal(str(data.folder), SAME_DATA)
     return data
@@ -116,8 +115,11 @@ def _find_different_settings(saved: GPTConfig, config: GPTConfig) -> list[str]:
         "n_kv_head": config.n_kv_head or defaults.kv_heads,
         "mlp_width": config.mlp_width or defaults.mlp_channels,
     }
-    different = [key for key in old if old[key] != new[key] and key not in may_differ]
-    return [f"model.{key}={format_value(old[key])}" for key in different]
+    return [
+        f"model.{key}={format_value(value)}"
+        for key, value in old.items()
+        if value != new[key] and key not in may_differ
+    ]
 
 
 def checkpoint_activations(model: GPT, part: str) -> None:

@@ -38,24 +38,23 @@ def make_checkpoint_header(config: RunConfig, meta: dict) -> dict[str, Any]:
     The identity has the settings that a resumed run must share: with others, its weights do not
     fit, or its batches are different ones.
     """
-    identity = {
-        **_model_identity(config.model),
-        "data.name": meta["name"],
-        "data": meta["fingerprint"],  # hash of the text, and of the settings that read it
-        "data.document_mask": config.data.document_mask,
-        "tokenizer.name": config.tokenizer.name,
-        "vocabulary": meta["vocab_size"],
-        "seed": config.seed,
-        "train.init_from": config.train.init_from,
-        "optimizer.name": config.optimizer.name,
-        "train.batch_size": config.train.batch_size,
-        "train.n_teachers": config.train.n_teachers,
-    }
     return {
         "model_config": asdict(config.model),
         "vocab_size": meta["vocab_size"],
         "tokenizer": meta["tokenizer"],  # made by to_spec (data/tokenizer.py)
-        "identity": identity,
+        "identity": {
+            **_model_identity(config.model),
+            "data.name": meta["name"],
+            "data": meta["fingerprint"],  # hash of the text, and of the settings that read it
+            "data.document_mask": config.data.document_mask,
+            "tokenizer.name": config.tokenizer.name,
+            "vocabulary": meta["vocab_size"],
+            "seed": config.seed,
+            "train.init_from": config.train.init_from,
+            "optimizer.name": config.optimizer.name,
+            "train.batch_size": config.train.batch_size,
+            "train.n_teachers": config.train.n_teachers,
+        },
         "config": asdict(config),
     }
 
@@ -187,8 +186,7 @@ class CheckpointWriter:
     @property
     def is_due(self) -> bool:
         """Whether to save after the current step."""
-        is_regular = self.state.step % self.config.every == 0
-        return is_regular or self.state.is_best or self.state.is_done
+        return self.state.step % self.config.every == 0 or self.state.is_best or self.state.is_done
 
     def save(self) -> None:
         """Write best.pt after the best evaluation. Then write last.pt, except at step 0.

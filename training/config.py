@@ -128,8 +128,7 @@ class AdamWConfig(OptimizerConfig):
     def rules(self, section: str) -> Iterator[Rule]:
         yield from super().rules(section)
         yield "betas", len(self.betas) == 2, "must be two numbers; set [0.9,0.95], for example"
-        is_small = self.lr * self.weight_decay < 1
-        yield "weight_decay", is_small, f"{TOO_LARGE_DECAY} {section}.lr"
+        yield "weight_decay", self.lr * self.weight_decay < 1, f"{TOO_LARGE_DECAY} {section}.lr"
 
 
 @dataclass
@@ -155,8 +154,11 @@ class MuonConfig(AdamWConfig):
 
     def rules(self, section: str) -> Iterator[Rule]:
         yield from super().rules(section)
-        is_small = self.embedding_lr * self.ngram_weight_decay < 1
-        yield "ngram_weight_decay", is_small, f"{TOO_LARGE_DECAY} {section}.embedding_lr"
+        yield (
+            "ngram_weight_decay",
+            self.embedding_lr * self.ngram_weight_decay < 1,
+            f"{TOO_LARGE_DECAY} {section}.embedding_lr",
+        )
 
 
 OPTIMIZER_CONFIGS: dict[str, type[OptimizerConfig]] = {
@@ -221,8 +223,11 @@ class WandbConfig:
             re.fullmatch(r"[^/\\#?%:]{1,128}", self.project or "trilgpt") is not None,
             r"must have 1 to 128 characters without / \ # ? % :",
         )
-        has_valid_tags = all(1 <= len(tag) <= 64 for tag in self.tags or [])
-        yield "tags", has_valid_tags, "must have 1 to 64 characters each; set shorter tags"
+        yield (
+            "tags",
+            all(1 <= len(tag) <= 64 for tag in self.tags or []),
+            "must have 1 to 64 characters each; set shorter tags",
+        )
 
     def resolve(self, environment: Mapping[str, str]) -> "WandbConfig":
         """A copy with values of the environment in place of None. Raises UserError."""

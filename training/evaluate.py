@@ -61,8 +61,8 @@ class Evaluator:
         if signals > 0:
             state.stopped = True
             return {}
-        starts_from_weights = state.config.init_from is not None
-        if state.step > 0 or starts_from_weights:  # random weights are never the best
+        # random weights are never the best
+        if state.step > 0 or state.config.init_from is not None:
             state.record_evaluation(metrics["val/loss"], metrics["val/bpb"])
         metrics["peak_memory_bytes"] = peak_memory_bytes(self.runtime.device)
         return metrics
@@ -119,8 +119,7 @@ class Evaluator:
                 break
             text += chunk.text
             n_tokens = chunk.n_tokens
-        seconds = time.perf_counter() - start
-        speed = n_tokens / seconds if n_tokens else None
+        speed = n_tokens / (time.perf_counter() - start) if n_tokens else None
         return {"sample": text, "sample_tokens_per_second": speed}
 
     def measure_attention(self, model: GPT, step: int) -> dict[str, Any]:

@@ -44,9 +44,7 @@ class RunLogger(AbstractContextManager):
         peak = peak_flops(runtime.device, runtime.dtype) * runtime.dist.world_size
         self.speed = Speed(runtime.device, self.tokens_per_step, self.flops_per_step, peak)
         self.read_timing: Callable[[], dict] | None = None  # of the last step
-        self.metrics = None
-        if run.is_main:
-            self.metrics = MetricsLogger(run.folder)
+        self.metrics = MetricsLogger(run.folder) if run.is_main else None
         self.bar = ProgressBar(1.0, initial=state.progress)
         self.profiler = None
         if config.train.profile and run.is_main:
@@ -54,8 +52,7 @@ class RunLogger(AbstractContextManager):
 
     def __enter__(self) -> Self:
         self.bar.start()
-        activity = "compiling" if self.runtime.compile else "evaluating"
-        self.bar.show(self.state.progress, activity)
+        self.bar.show(self.state.progress, "compiling" if self.runtime.compile else "evaluating")
         if self.profiler:
             self.profiler.start()
         reset_peak_memory(self.runtime.device)
@@ -114,8 +111,9 @@ class RunLogger(AbstractContextManager):
         label += self.state.role
         details = ""
         if newest.get("train/loss") is not None and newest.get("tokens_per_second") is not None:
-            loss = newest["train/loss"]
-            details = f"loss {loss:.3f}  {newest['tokens_per_second']:,.0f} tokens/s"
+            details = (
+                f"loss {newest['train/loss']:.3f}  {newest['tokens_per_second']:,.0f} tokens/s"
+            )
         self.bar.show(self.state.progress, label, details)
 
     def _print_evaluation(self, metrics: dict[str, Any]) -> None:
@@ -143,8 +141,9 @@ class RunLogger(AbstractContextManager):
                 style="bold yellow",
             )
         if state.evals_since_best == patience:
-            reason = f"train.patience={patience} evaluations without a lower loss"
-            self.bar.print_text(f"stopping: {reason}")
+            self.bar.print_text(
+                f"stopping: train.patience={patience} evaluations without a lower loss"
+            )
 
     def flush(self) -> None:
         """Wait until all metrics are on the disk. Call this before a checkpoint is saved.

@@ -58,15 +58,14 @@ def build_muon(model: nn.Module, config: MuonConfig, dtype: torch.dtype) -> list
     )
     lr = {"lm_head": config.head_lr, "vectors": config.norm_lr}
     weight_decay = {"ngrams": config.ngram_weight_decay}
-    groups = []
-    for part, group in params.items():
-        groups.append(
-            {
-                "params": group,
-                "lr": lr.get(part, config.embedding_lr),
-                "weight_decay": weight_decay.get(part, 0.0),
-            }
-        )
+    groups = [
+        {
+            "params": group,
+            "lr": lr.get(part, config.embedding_lr),
+            "weight_decay": weight_decay.get(part, 0.0),
+        }
+        for part, group in params.items()
+    ]
     return [muon, AdamW(groups, betas=tuple(config.betas), eps=config.eps, fused=True)]
 
 
@@ -137,9 +136,8 @@ def load_state_by_name(
     for optimizer in optimizers:
         params = [p for group in optimizer.param_groups for p in group["params"]]
         by_index = {}
-        for index, p in enumerate(params):
+        for i, p in enumerate(params):
             if p in by_param:
-                tensors = by_param[p].items()
-                by_index[index] = {key: shard_like(tensor, p) for key, tensor in tensors}
+                by_index[i] = {key: shard_like(tensor, p) for key, tensor in by_param[p].items()}
         groups = optimizer.state_dict()["param_groups"]
         optimizer.load_state_dict({"state": by_index, "param_groups": groups})

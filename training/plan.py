@@ -86,16 +86,18 @@ def make_plan(config: RunConfig, runtime: Runtime) -> list[tuple[str, str]]:
     memory["teachers"] = n_teachers * sum(p.nbytes for p in model.parameters())
     epochs = "data not prepared yet" if data is None else format_epochs(tokens / epoch_tokens)
 
-    model_size = f"{describe_model(config.model)}, vocabulary {vocab_size:,}"
     device = f"{device_name(runtime.device)}, {dtype_name(runtime.dtype)}"
     processes = pluralize(runtime.dist.world_size, "process")
-    total_flops = format_si(equivalent_steps * flops_per_step)
     split = f"{processes} x {runtime.accumulation} x {runtime.micro_batch_size}"
+    total_flops = format_si(equivalent_steps * flops_per_step)
     time = format_duration(equivalent_steps * seconds_per_step)
     models = f", of {n_teachers} teachers and their student" if n_teachers else ""
     return [
         ("preset", config.preset or "none"),
-        ("model", f"{config.model.name}, {model_size}"),
+        (
+            "model",
+            f"{config.model.name}, {describe_model(config.model)}, vocabulary {vocab_size:,}",
+        ),
         ("device", f"{device}, attention {runtime.attention}"),
         *list_parts("parameters", params_by_part(model), "{:,}".format),
         *list_parts("training FLOPs per token", flops, format_si),

@@ -58,8 +58,9 @@ class Dist:
             local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         )
         if not 0 <= dist.rank < dist.world_size:
-            advice = f"must be less than WORLD_SIZE={dist.world_size}; {USE_TORCHRUN}"
-            raise UserError(f"RANK={dist.rank} {advice}")
+            raise UserError(
+                f"RANK={dist.rank} must be less than WORLD_SIZE={dist.world_size}; {USE_TORCHRUN}"
+            )
         return dist
 
     @property
