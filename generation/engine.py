@@ -88,8 +88,7 @@ class Engine:
             device=self.cache.device,
         )
         positions = [sequence.cached for sequence in self.sequences]
-        x = self.cache.decode_step(last_tokens, positions)  # (B, C)
-        logits = self.model.logits(x)  # (B, V)
+        logits = self.model.logits(self.cache.decode_step(last_tokens, positions))  # (B, V)
         draws = [torch.rand(1, generator=sequence.generator) for sequence in self.sequences]
         uniform = torch.cat(draws).to(self.cache.device)  # (B)
         tokens = sample_next_token(logits, self.sampling, uniform).tolist()
@@ -145,8 +144,7 @@ def generate(
     """
     if sampling.max_new_tokens == 0:
         return
-    longest_prompt = max(len(prompt.tokens) for prompt in prompts)
-    max_length = longest_prompt + sampling.max_new_tokens
+    max_length = max(len(prompt.tokens) for prompt in prompts) + sampling.max_new_tokens
     engine = Engine(model, sampling, min(batch_size, len(prompts)), max_length)
     end_token = end_of_text(tokenizer)
     detokenizers = [IncrementalDetokenizer(tokenizer, sampling, end_token) for _ in prompts]

@@ -115,10 +115,6 @@ class LayerKVCache:
         self.last_key[step.first_row : step.first_row + B] = k[batch, step.lengths]
         return k[:, :-1]
 
-    def copy_row(self, source: int, target: int) -> None:
-        for tensor in (self.k, self.v, self.last_key):
-            tensor[target] = tensor[source]
-
 
 class KVCache:
     """The caches of all layers. It is the model's argument `kv_cache`.
@@ -134,9 +130,8 @@ class KVCache:
     def __init__(self, model: GPT, num_rows: int, max_length: int):
         self.model = model
         self.device = model.wte.weight.device
-        block_size = model.config.block_size
         self.layers = [
-            LayerKVCache(num_rows, min(window or block_size, max_length))
+            LayerKVCache(num_rows, min(window or model.config.block_size, max_length))
             for window in model.config.windows
         ]
 
@@ -166,8 +161,9 @@ class KVCache:
         position_ids = torch.tensor(positions, device=self.device)
         self.step = DecodeStep(position_ids, shared_position, max_tokens=last_position + 1)
         self.previous_tokens = last_tokens[:, :-1]
-        new_tokens = last_tokens[:, -1:]  # (B, 1)
-        x = self.model.backbone(new_tokens, positions=position_ids.unsqueeze(1), kv_cache=self)
+        x = self.model.backbone(  # (B, 1, C)
+            last_tokens[:, -1:], positions=position_ids.unsqueeze(1), kv_cache=self
+        )
         return x[:, 0]
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -193,4 +189,5 @@ class KVCache:
     def copy_row(self, source: int, target: int) -> None:
         """Copy a sequence to another row."""
         for cache in self.layers:
-            cache.copy_row(source, target)
+            for tensor in (cache.k, cache.v, cache.last_key):
+                tensor[target] = tensor[source]

@@ -103,6 +103,7 @@ def load_for_inference(config: LoadConfig, decodes_batches: bool) -> tuple[GPT, 
     model = model.requires_grad_(False).to(device).eval()
     model = replace_linears(model, weight_dtype, config.batch_size)
     step = f", step {saved['step']:,}" if "step" in saved else ""
-    name = f"{device.type} {dtype_name(weight_dtype)}"
-    print_text(f"{path}{step}, {name}, attention {kernel}", stderr=True)
+    print_text(
+        f"{path}{step}, {device.type} {dtype_name(weight_dtype)}, attention {kernel}", stderr=True
+    )
     return model, from_spec(saved["tokenizer"]), path

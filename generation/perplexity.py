@@ -104,8 +104,10 @@ def score_documents(
                 row["tokens"] += window.num_targets
                 row["bytes"] += num_bytes
                 row["nats"] += nats
-            scored = f"{total['bytes']:,} bytes of {pluralize(len(rows), 'document')}"
-            bar.show(total["bytes"], scored)
+            bar.show(
+                total["bytes"],
+                f"{total['bytes']:,} bytes of {pluralize(len(rows), 'document')}",
+            )
     rows.append(total)
     for row in rows:
         add_means(row)

@@ -165,20 +165,13 @@ def find_architecture(config: GPTConfig) -> str:
 
 def to_config_json(config: GPTConfig, model_type: str) -> dict[str, Any]:
     """The keys of config.json that determine what the model computes."""
+    settings = asdict(config) | {"n_kv_head": config.kv_heads, "mlp_width": config.mlp_channels}
     if model_type == "trilgpt":
-        settings = asdict(config) | {
-            "n_kv_head": config.kv_heads,
-            "mlp_width": config.mlp_channels,
-        }
         del settings["name"], settings["pad_vocab_multiple"]  # the weights have no padding rows
         derived = {"settings": list(settings), "rotary_channels": config.rotary_channels}
         return settings | TRILGPT | derived
     architecture = ARCHITECTURES[model_type]
-    settings = asdict(config) | {
-        "n_kv_head": config.kv_heads,
-        "mlp_width": config.mlp_channels,
-        "mlp": architecture.mlps[config.mlp],
-    }
+    settings["mlp"] = architecture.mlps[config.mlp]
     return {
         "model_type": model_type,
         "architectures": [architecture.class_name],
@@ -268,8 +261,7 @@ def import_weights(
     Raises an error if weights are missing, or if the GPT would not use all of them.
     """
     # OpenAI's own files lack the prefix
-    lacks_prefix = config.name == "gpt2" and "wte.weight" in tensors
-    prefix = "transformer." if lacks_prefix else ""
+    prefix = "transformer." if config.name == "gpt2" and "wte.weight" in tensors else ""
     tensors = {prefix + name: tensor for name, tensor in tensors.items()}
     if config.tie_embeddings:
         (embedding,) = list_names("wte.weight", config.name)

@@ -137,5 +137,9 @@ def from_tokenizer_json(content: dict[str, Any], path: str) -> dict:
         name = "byte" if tokens == ALL_BYTES else "char"
     elif not set(ALL_BYTES) <= set(tokens):
         raise UserError(f"{path} has no token for some bytes, {only}")
-    encoded = [base64.b64encode(token).decode() for token in tokens]
-    return {"name": name, "pattern": pattern, "tokens": encoded, "special": special}
+    return {
+        "name": name,
+        "pattern": pattern,
+        "tokens": [base64.b64encode(token).decode() for token in tokens],
+        "special": special,
+    }

@@ -209,9 +209,9 @@ def cudnn(
     q, k, v, *, window=None, positions=None, doc_ids=None, dropout_p=0.0, softcap=None
 ) -> Tensor:
     """cuDNN's fused attention kernel, or an error."""
-    Tq, Tk = q.shape[1], k.shape[1]
-    if Tq == 1:
+    if q.shape[1] == 1:
         # cuDNN rejects a single key, and builds a plan for each number of keys: add masked ones
+        Tk = k.shape[1]
         padding = -Tk % 128
         k = pad_keys(k, padding)
         v = pad_keys(v, padding)

@@ -44,8 +44,9 @@ def linear_attention_scores(
     """
     queries = feature_map(q).transpose(1, 2)  # (B, H, Tq, D)
     keys = repeat_kv(feature_map(k), q.shape[2]).permute(0, 2, 3, 1)  # (B, H, D, Tk)
-    masks = {"window": window, "positions": positions, "doc_ids": doc_ids}
-    is_visible = attention_mask(q.shape[1], k.shape[1], **masks, device=q.device)
+    is_visible = attention_mask(
+        q.shape[1], k.shape[1], window=window, positions=positions, doc_ids=doc_ids, device=q.device
+    )
     return (queries @ keys).log().masked_fill(~is_visible, -torch.inf)
 
 
