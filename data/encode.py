@@ -16,7 +16,7 @@ from typing import IO, Any
 import numpy as np
 import tiktoken
 
-from common.console import ProgressBar, format_si, pluralize, print_text
+from common.console import ProgressBar, format_si, print_text
 from common.errors import UserError
 from common.files import atomic_writer
 from common.process import cpu_count
@@ -84,14 +84,12 @@ def iter_chunks(source: Source, is_validation: bool, verb: str) -> Iterator[list
     chunk = []
     size = 0
     done = 0
-    num_empty = 0
     has_text = False  # of the current document
     with ProgressBar(source.text_bytes) as bar:
         for piece in iter_pieces(source, is_validation):
             # The default data has empty files, which runs of earlier versions have as documents.
             has_text = has_text or piece.text != "" or source.config.source == "python_stdlib"
             if not has_text:
-                num_empty += piece.ends_document
                 continue
             has_text = not piece.ends_document  # the next piece may begin a document
             chunk.append(piece)
@@ -104,8 +102,6 @@ def iter_chunks(source: Source, is_validation: bool, verb: str) -> Iterator[list
                 size = 0
     if chunk:
         yield chunk
-    if num_empty and verb == "encoding":  # a vocabulary may have read the same documents before
-        print_text(f"skipped {pluralize(num_empty, 'empty document')} of {source.config.name}")
 
 
 class TokenFile:
