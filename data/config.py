@@ -68,13 +68,22 @@ class DataConfig:
             is_valid = self.source == "hub" or not getattr(self, key)
             yield key, is_valid, "works only with data=hub; set both or neither"
         is_document = self.row_is_document and self.prompt_column != self.text_column
-        advice = "needs another column as text_column, and row_is_document=true; or set null"
-        yield "prompt_column", is_document or self.prompt_column is None, advice
+        yield (
+            "prompt_column",
+            is_document or self.prompt_column is None,
+            "needs another column as text_column, and row_is_document=true; or set null",
+        )
         yield "separator", self.separator != "", "must not be empty; set a string, or null"
-        has_path = self.path is not None or self.source != "text"
-        yield "path", has_path, f"is missing; set {section}.path"
-        has_repo = bool(self.repo) or self.path is not None or self.source != "hub"
-        yield "repo", has_repo, f"is missing; set {section}.repo"
+        yield (
+            "path",
+            self.path is not None or self.source != "text",
+            f"is missing; set {section}.path",
+        )
+        yield (
+            "repo",
+            bool(self.repo) or self.path is not None or self.source != "hub",
+            f"is missing; set {section}.repo",
+        )
 
 
 def python_stdlib() -> DataConfig:
@@ -97,5 +106,8 @@ class TokenizerConfig:
             yield "vocab_size", is_valid, "must be above 256, the number of bytes"
         else:
             yield "vocab_size", self.vocab_size is None, f"is not for {self.name}; set null"
-        is_valid = (self.name == "run") == (self.run is not None)
-        yield "run", is_valid, "and tokenizer=run need each other; set both"
+        yield (
+            "run",
+            (self.name == "run") == (self.run is not None),
+            "and tokenizer=run need each other; set both",
+        )

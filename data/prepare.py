@@ -85,8 +85,9 @@ def prepare(
     _check_lengths(prepared, block_size)
     saved_spec = prepared.meta["tokenizer"]
     if END_OF_TEXT not in saved_spec["special"]:
-        ids = to_token_ids(prepared.train[:START_TOKENS])
-        saved_spec["start"] = find_start_token(saved_spec, ids)
+        saved_spec["start"] = find_start_token(
+            saved_spec, to_token_ids(prepared.train[:START_TOKENS])
+        )
     return prepared
 
 

@@ -82,9 +82,8 @@ class Engine:
             for row, sequence in enumerate(self.sequences):
                 if sequence.cached == self.block_size:  # all learned positions are used
                     self._prefill(row, [sequence], max(1, self.block_size // 2))
-        max_ngram = self.model.config.max_ngram
         last_tokens = torch.tensor(
-            [sequence.last_tokens(max_ngram) for sequence in self.sequences],
+            [sequence.last_tokens(self.model.config.max_ngram) for sequence in self.sequences],
             device=self.cache.device,
         )
         positions = [sequence.cached for sequence in self.sequences]

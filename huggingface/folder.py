@@ -56,8 +56,9 @@ def write_folder(out: Path, checkpoint: dict, model_type: str, dtype: torch.dtyp
         "split_special_tokens": True,  # as in training, special tokens in a text are text
     }
     if end is not None:
-        roles = ("bos_token", "eos_token", "pad_token", "unk_token")
-        tokenizer_config |= dict.fromkeys(roles, END_OF_TEXT)
+        tokenizer_config |= dict.fromkeys(
+            ("bos_token", "eos_token", "pad_token", "unk_token"), END_OF_TEXT
+        )
     weights = export_weights(checkpoint["model"], config, model_type, vocab_size)
     weights = {name: weight.to(dtype) for name, weight in weights.items()}
     write_json(out / "config.json", model_config | token_ids)

@@ -28,8 +28,9 @@ if TYPE_CHECKING:  # these import torch, which sweeps do not need
 
 def write_config(folder: Path, config: dict) -> None:
     """Write config.yaml into a folder."""
-    text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
-    atomic_write(folder / "config.yaml", text)
+    atomic_write(
+        folder / "config.yaml", yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
+    )
 
 
 def summary_key(name: str) -> str:
