@@ -45,7 +45,9 @@ def wsd(progress: float, config: ScheduleConfig) -> float:
 
     Constant, then linear decay over the last decay_fraction.
     """
-    return min(1.0, (1 - progress) / max(1e-9, config.decay_fraction))
+    if config.decay_fraction == 0:
+        return 1.0
+    return min(1.0, (1 - progress) / config.decay_fraction)
 
 
 SCHEDULES = {function.__name__: function for function in (cosine, linear, wsd)}
