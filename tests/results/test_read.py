@@ -158,11 +158,6 @@ def test_empty_config_is_refused(tmp_path):
         read_variants([folder])
 
 
-def test_run_of_a_version_that_had_weights_of_texts_is_the_same_variant(tmp_path):
-    old = write_run(tmp_path / "a", changes={"data.weight": 1.0})
-    assert seeds(old, write_run(tmp_path / "b", seed=2)) == [[1, 2]]
-
-
 @pytest.mark.parametrize("line", ['{"st', '{"train/loss": 1.0}'], ids=["part", "no step"])
 def test_damaged_metrics_are_refused(tmp_path, line):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n' + line, encoding="utf-8")
