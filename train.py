@@ -80,7 +80,7 @@ def main(config: RunConfig) -> int:
         data = build_data(config, run, dist)
         T = config.model.block_size
         loader = Loader(data, T, config.seed, device, config.data.document_mask)
-        torch.manual_seed(config.seed)
+        torch.manual_seed(config.seed)  # initial weights do not depend on what ran before
         model = build_model(config, runtime, data.meta["vocab_size"])
         if config.train.init_from is not None and not run.resumes:
             load_init_weights(config.train.init_from, model, data.meta["tokenizer"])

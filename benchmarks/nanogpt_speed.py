@@ -92,10 +92,10 @@ def main() -> int:
     recipe = RECIPES[arguments.recipe]
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(temporary)
-        nanogpt = work / "nanoGPT"
-        shutil.copytree(arguments.nanogpt, nanogpt, ignore=shutil.ignore_patterns(".git"))
+        nanogpt = copy_nanogpt(arguments.nanogpt, work)
         overrides = [f"data.path={arguments.text.resolve()}", "wandb.mode=disabled", *overrides]
-        prepared = share_tokens(work, nanogpt, arguments)
+        tokenizer = "gpt2" if arguments.recipe == "gpt2_124m" else "char"
+        prepared = share_tokens(work, nanogpt, tokenizer, arguments.text.resolve())
         if arguments.quantity == "loss":
             return compare_time_to_loss(
                 work, nanogpt, prepared, recipe, overrides, arguments.rounds
@@ -126,12 +126,18 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     return arguments, words[separator + 1 : -1]
 
 
-def share_tokens(work: Path, nanogpt: Path, arguments: argparse.Namespace) -> PreparedData:
+def copy_nanogpt(checkout: Path, work: Path) -> Path:
+    """Copy nanoGPT into a folder, so that its own folder does not change."""
+    copy = work / "nanoGPT"
+    shutil.copytree(checkout, copy, ignore=shutil.ignore_patterns(".git"))
+    return copy
+
+
+def share_tokens(work: Path, nanogpt: Path, tokenizer: str, text: Path) -> PreparedData:
     """Prepare the text with trilGPT, and copy the tokens to the folders that nanoGPT reads."""
-    tokenizer = "gpt2" if arguments.recipe == "gpt2_124m" else "char"
     data = "text" if tokenizer == "gpt2" else "shakespeare_char"
-    path = f"data.path={arguments.text.resolve()}"
-    run_python(work, ROOT / "prepare.py", f"data={data}", f"tokenizer={tokenizer}", path)
+    words = [f"data={data}", f"tokenizer={tokenizer}", f"data.path={text}"]
+    run_python(work, ROOT / "prepare.py", *words)
     (meta,) = (work / "data/prepared").glob("*/meta.json")
     prepared = PreparedData(meta.parent, json.loads(meta.read_text(encoding="utf-8")), "")
     for dataset in ("shakespeare_char", "openwebtext"):

@@ -116,6 +116,7 @@ class Loader:
             if epoch not in self.phases:
                 self._draw_phase(epoch)
             start = self.phases[epoch] + int(self.order[window]) * self.T
+            # one token more than inputs: targets are the inputs shifted by one
             rows.append(self.train.read_ring(start, self.T + 1))
         return self._make_batch(rows)
 

@@ -103,7 +103,7 @@ class CausalSelfAttention(nn.Module):
         heads = self.qkv(x).view(B, T, -1, config.head_dim)  # (B, T, H + 2G, D)
         # queries and keys stay one tensor, so that norm and rotation are one operation each
         qk, v = heads.split((config.n_head + config.kv_heads, config.kv_heads), dim=2)
-        if config.qk_norm:
+        if config.qk_norm:  # bounds the scores, so that higher learning rates are stable
             qk = rms_norm(qk)
         if config.key_offset:
             qk = self.offset_keys(qk, shared)
@@ -191,6 +191,8 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, shared: SharedInputs) -> Tensor:
+        # The norms are inside of the branches: the residual x is a plain sum, through which the
+        # gradient of the last block reaches the first one unchanged.
         x = x + self.attn(self.norm_attn(x), shared)
         return x + self.mlp(self.norm_mlp(x))
 
@@ -210,6 +212,7 @@ class GPT(nn.Module):
         self.config = config
         self.vocab_size = vocab_size
         self.attend = attend
+        # GPUs multiply faster if the number of rows is a multiple of 64
         rows = math.ceil(vocab_size / config.pad_vocab_multiple) * config.pad_vocab_multiple
         # init_weights and the optimizers choose parameters by these names
         self.wte = Embedding(rows, config.n_embd)
@@ -318,7 +321,7 @@ class GPT(nn.Module):
             x = x + self.wpe(positions)
         else:
             rotary = rotary_cos_sin(positions, self.config.rotary_channels)
-        if self.ngrams is not None:
+        if self.ngrams is not None:  # a lookup costs no FLOPs, so the table can be large
             previous_tokens = None if kv_cache is None else kv_cache.previous_tokens
             x = x + self.ngrams(tokens, doc_ids, previous_tokens)
         x = F.dropout(x, self.config.dropout, self.training)

@@ -20,6 +20,8 @@ from training.runtime import Runtime
 from training.speed import Speed, StepProfiler, peak_flops
 from training.train_state import TrainState
 
+PRINTED_SAMPLE_LINES = 3  # of each evaluation; metrics.jsonl has the complete sample
+
 
 class RunLogger(AbstractContextManager):
     """Context manager around the training loop. Only rank 0 prints and writes.
@@ -126,7 +128,9 @@ class RunLogger(AbstractContextManager):
         sample = metrics.get("sample", "").strip("\n")
         if sample:
             margin = "  | "
-            self.bar.print_text(margin + sample.replace("\n", f"\n{margin}"), margin, style="dim")
+            first_lines = sample.split("\n")[:PRINTED_SAMPLE_LINES]
+            text = margin + f"\n{margin}".join(first_lines)
+            self.bar.print_text(text, margin, style="dim")
         if self.config.train.n_teachers is not None and state.planned_teachers == 0:
             self.bar.print_text("train.minutes has no time for two teachers and a student")
         # without a best step, no validation loss was finite

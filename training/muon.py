@@ -78,6 +78,8 @@ class Muon(Optimizer):
                 if p.grad is not None:
                     by_shape[p.shape].append(p)
             for (rows, columns), params in by_shape.items():
+                # an orthogonal matrix with more rows than columns makes its outputs smaller than
+                # its inputs: undo this
                 self._update(params, group, math.sqrt(max(1.0, rows / columns)))
 
     def _update(self, params: list[Tensor], group: dict, scale: float) -> None:
@@ -86,11 +88,13 @@ class Muon(Optimizer):
             if "momentum_buffer" not in self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
         buffers = [self.state[p]["momentum_buffer"] for p in params]
+        # a mean of gradients instead of SGD's sum: orthogonalizing removes the difference in scale
         torch._foreach_lerp_(buffers, [p.grad for p in params], 1 - group["momentum"])
         # a clone and an in-place lerp, because FSDP2 has no out-of-place lerp in torch 2.12
         nesterov = [p.grad.clone() for p in params]
         torch._foreach_lerp_(nesterov, buffers, group["momentum"])
         function = partial(orthogonalize, steps=group["ns_steps"], dtype=self.dtype)
-        updates = map_matrices(function, torch.stack(nesterov))
+        updates = map_matrices(function, torch.stack(nesterov))  # one batch of products
+        # decoupled weight decay, as in AdamW
         torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
         torch._foreach_add_(params, list(updates.unbind()), alpha=-group["lr"] * scale)

@@ -28,7 +28,10 @@ class AdamW(torch.optim.AdamW):
 
 
 def build_adamw(model: nn.Module, config: AdamWConfig, dtype: torch.dtype) -> list[Optimizer]:
-    """AdamW on all parameters. Biases and norms have no weight decay."""
+    """AdamW on all parameters.
+
+    Biases and norms have no weight decay: the weights of a norm belong near 1, not near 0.
+    """
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [
@@ -56,6 +59,7 @@ def build_muon(model: nn.Module, config: MuonConfig, dtype: torch.dtype) -> list
         # float16 lacks the range of float32
         dtype=torch.float32 if dtype == torch.float32 else torch.bfloat16,
     )
+    # An embedding gets gradients from few tokens of a batch, and the head from all of them.
     lr = {"lm_head": config.head_lr, "vectors": config.norm_lr}
     weight_decay = {"ngrams": config.ngram_weight_decay}
     groups = [
@@ -116,7 +120,7 @@ def optimizer_step(
         for optimizer in optimizers:
             scaler.step(optimizer)
     scaler.update()
-    model.zero_grad(set_to_none=True)
+    model.zero_grad(set_to_none=True)  # the next backward pass writes, instead of adding to zeros
     return grad_norm
 
 
