@@ -1,4 +1,4 @@
-"""Run a track of the CPU speedrun, and print its row for the table of records in docs/speedrun.md.
+"""Run a track of the CPU speedrun, and print its row for the table of records in docs/experiments/speedrun.md.
 
     python benchmarks/speedrun.py nanogpt-cpu tinyshakespeare.txt --change "smaller model"
     python benchmarks/speedrun.py nanogpt-gpu tinyshakespeare.txt -- train.steps=440

@@ -36,7 +36,7 @@ class DataConfig:
     row_is_document: bool = True
     # String between the documents of a text file, such as \\n. None: a file is one document.
     separator: str | None = None
-    max_documents: int | None = setting(None, 1, MAX_COUNT)  # None: all
+    max_documents: int | None = setting(None, 1, MAX_COUNT)  # None reads all
     # Held out for validation, by the first of these keys that is set: separate files, a separate
     # split of a hub data set, a number of documents from the start, or the last fraction of the
     # text, in complete documents.

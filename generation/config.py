@@ -39,9 +39,9 @@ class SamplingConfig:
 
     max_new_tokens: int = setting(300, 0, 10**9)
     temperature: float = setting(0.8, 0, 1e30)  # 0: greedy decoding
-    top_k: int | None = setting(None, 1, 10**9)  # None: all tokens
-    top_p: float | None = setting(None, above=0, high=1)  # None: all tokens
-    min_p: float | None = setting(None, above=0, high=1)  # None: all tokens
+    top_k: int | None = setting(None, 1, 10**9)  # None keeps all tokens
+    top_p: float | None = setting(None, above=0, high=1)  # None keeps all tokens
+    min_p: float | None = setting(None, above=0, high=1)  # None keeps all tokens
     # a string or a list of strings; a sample ends before the first of them
     stop: Any = None
 

@@ -36,7 +36,7 @@ class TrilGPTConfig(PretrainedConfig):
     n_head, n_kv_head           query heads; key/value heads that they share
     attention_type              softmax or linear
     window                      keys per query, or None: block_size. Lists repeat over the layers.
-    key_offset                  half of each key's channels are those of the token before
+    key_offset                  half of each key comes from the token before
     attention_softcap, logit_softcap   bounds of the attention scores and the logits, or None
     max_ngram, ngram_table_size longest n-gram; rows of the table that n-grams are hashed into
     """

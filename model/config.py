@@ -46,7 +46,7 @@ class GPTConfig:
     position: str = setting("rotary", choices=("learned", "rotary"))
     # a name, or a list of names, which repeats over the layers
     attention_type: list[str] | str = setting("softmax", choices=ATTENTION_TYPES)
-    # number of keys per query, including its own; None: all; a list repeats over the layers
+    # number of keys per query, including its own. None is all keys. A list repeats over the layers
     window: int | list[int | None] | None = setting(None, 1, 10**9)
     # normalize queries and keys
     qk_norm: bool = True
@@ -191,7 +191,7 @@ class AttentionConfig:
 
     # function in model/attention/backends.py; auto: the fastest (choose_backend in support.py)
     backend: str = "auto"
-    # PyTorch kernels that sdpa may use, in order of preference; None: all
+    # PyTorch kernels that sdpa may use, in order of preference; None allows all
     kernels: list[str] | None = None
     # FA3 or FA4 replace PyTorch's FlashAttention kernel; None: PyTorch's own
     flash_package: str | None = None

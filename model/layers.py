@@ -173,7 +173,7 @@ def positions_in_document(doc_ids: Tensor) -> Tensor:
 def previous_in_document(x: Tensor, doc_ids: Tensor | None) -> Tensor:
     """x of the previous token, zero for the first token of a document: x (B, T, heads, D).
 
-    doc_ids (B, T): document of each token; None: all are of one document.
+    doc_ids (B, T): document of each token. None means one document.
     """
     previous = F.pad(x, (0, 0, 0, 0, 1, -1))  # prepend zeros, and remove the last token
     if doc_ids is None:

@@ -47,7 +47,7 @@ def run_sweep(jobs: list[Job], launcher: Any = None, stops_early: bool = False) 
 
 
 def check_baseline(folder: Path, job: Job) -> None:
-    """Raise UserError if the sweep has begun with another setting than that of a job."""
+    """Raise UserError if the sweep has begun with another setting than the one of this job."""
     started = read_json(folder / "sweep.json").get("jobs", [])
     trained = read_trained_config(folder / started[0]) if started else {}
     changes = find_fixed_changes(trained, flatten_dict(job.config))

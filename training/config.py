@@ -45,7 +45,7 @@ class TrainConfig:
     minutes: float | None = setting(None, above=0, high=1e9)
     # sequences per optimizer step, over all devices (preset)
     batch_size: int = setting(16, 1, 10**6)
-    # sequences per forward pass on one device, at most; None: all. Halve it if memory is full
+    # sequences per forward pass on one device, at most. None passes all. Halve it if memory is full
     micro_batch_size: int | None = setting(None, 1, 10**6)
     # largest gradient norm; None: no clipping
     grad_clip: float | None = setting(1.0, above=0)
@@ -175,9 +175,9 @@ class EvalConfig:
     every: int = setting(100, 1, MAX_STEPS)
     # also evaluate before the first step
     initial: bool = True
-    # windows of the validation split, spread evenly; None: all
+    # windows of the validation split, spread evenly. None is all windows
     windows: int | None = setting(320, 1, 10**12)
-    # a sample without a prompt; max_new_tokens=0: none
+    # a sample without a prompt; max_new_tokens=0 turns it off
     sample: SamplingConfig = field(default_factory=lambda: SamplingConfig(max_new_tokens=100))
     # plot attention maps at each evaluation
     attention_maps: bool = False

@@ -209,7 +209,7 @@ class TrainState:
     def start_next_model(self, seed: int) -> None:
         """Add the current model to the teachers, and start the next one.
 
-        Another teacher has new initial weights, the student those of the last teacher.
+        Another teacher starts from new weights, the student from the weights of the last teacher.
         """
         model = self.model
         self.teachers.append(make_teacher(model, model.state_dict()))

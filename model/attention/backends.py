@@ -112,7 +112,7 @@ def naive(
 def _sdpa(
     q, k, v, window, positions, doc_ids, dropout_p, softcap, kernels: list[SDPBackend] | None
 ) -> Tensor:
-    """Call PyTorch's scaled_dot_product_attention, restricted to `kernels`; None: all.
+    """Call PyTorch's scaled_dot_product_attention, restricted to `kernels` (None allows all).
 
     PyTorch's is_causal aligns query 0 with key 0, which is right only for Tq == Tk. A single query
     (a decode step) attends to all keys and needs no mask. All other cases get an explicit mask.
