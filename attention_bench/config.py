@@ -23,7 +23,7 @@ class BenchConfig:
     seed: int = setting(1337, 0, 2**32 - 1)
     device: str = setting("auto", choices=("auto", "cpu", "cuda", "mps"))
     tf32: bool = False
-    backends: list[str] | None = None  # such as [naive,sdpa:math]; None is every backend that can train
+    backends: list[str] | None = None  # such as [naive,sdpa:math]; None is all that can train
     phases: list[str] = setting(list(PHASES), choices=PHASES)  # decode: one query on T keys
     # window:256: 256 keys per query; documents:256: documents of 256 tokens
     masks: list[str] = setting(["causal"], choices=("causal", "window:N", "documents:N"))
