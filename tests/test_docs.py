@@ -135,4 +135,4 @@ def test_every_page_is_linked_from_the_readme_or_the_attention_pages():
 
 
 def test_readme_is_short():
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 180
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150

@@ -116,6 +116,11 @@ def test_sample_is_broken_at_newlines_only():
     assert printed.endswith("\n  | a\x0cb\x1ec\n  | \u2028d")
 
 
+def test_evaluation_prints_the_first_three_lines_of_its_sample():
+    printed = print_evaluation(10, 0, sample="\na\nb\n\nd\ne")
+    assert printed.endswith("\n  | a\n  | b\n  | ")
+
+
 @pytest.mark.parametrize(
     ("best_step", "advice"),
     [(10, "train.epochs=2.5, or more weight decay"), (0, "a lower optimizer.lr")],
