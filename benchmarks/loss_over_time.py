@@ -73,7 +73,9 @@ def record_losses(nanogpt: Path, text: Path) -> None:
         for label, (experiment, every) in TRILGPT.items():
             words = [f"experiment={experiment}", f"data.path={text}", f"eval.every={every}"]
             words += ["eval.sample.max_new_tokens=0"]
-            time_losses(work, ROOT / "train.py", *words, "train.steps=1", "name=prepares-the-text")
+            time_losses(
+                work, ROOT / "train.py", *words, "train.steps=1", f"name=prepares-{experiment}"
+            )
             curves[label] = time_losses(work, ROOT / "train.py", *words)
     with open(RECORDS, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
@@ -112,7 +114,7 @@ def draw(records: Path, picture: Path) -> None:
     for row in rows:
         point = (float(row["seconds"]), float(row["nats_per_character"]))
         curves.setdefault(row["program"], []).append(point)
-    figure = make_figure(7.6, 4.4)
+    figure = make_figure(7.6, 5.0)
     axes = figure.subplots()
     style_axes(axes, "")
     axes.set_xscale("log")
@@ -123,16 +125,18 @@ def draw(records: Path, picture: Path) -> None:
         "nanoGPT, its recipe for a GPU: 1.47 after three minutes on an A100",
         (0.99, A100_LOSS),
         xycoords=("axes fraction", "data"),
-        xytext=(0, 5),
+        xytext=(0, -5),
         textcoords="offset points",
         ha="right",
+        va="top",
         color=GREY,
         fontsize=11,
     )
-    axes.set_xlabel(f"seconds since the start of the command, two cores of {rows[0]['processor']}")
+    axes.set_xlabel(f"seconds since the start of the command ({rows[0]['processor']})")
     axes.set_ylabel("validation loss, nats per character")
     axes.set_title("Tiny Shakespeare", loc="left", fontsize=14)
-    axes.legend(frameon=False, fontsize=11)
+    axes.margins(y=0.1)
+    figure.legend(loc="outside upper center", frameon=False, fontsize=12)
     for axis in (axes.xaxis, axes.yaxis):
         axis.label.set_size(12)
     axes.tick_params(labelsize=12)

@@ -62,7 +62,7 @@ def main() -> None:
         os.chdir(folder)
         table = write_documents(arguments.megabytes * 10**6, arguments.one_file)
         size = count_text_bytes(table)
-        print(f"{size / 1e6:,.1f} MB of text, {len(os.sched_getaffinity(0))} cores", flush=True)
+        print(f"{size / 1e6:,.1f} MB of text, {os.cpu_count()} cores", flush=True)
         for name in arguments.tokenizers:
             rounds = []
             for _ in range(arguments.rounds):

@@ -31,7 +31,13 @@ import yaml
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from nanogpt_speed import RECIPES, compute_checkpoint_loss, run_python, share_tokens  # noqa: E402
+from nanogpt_speed import (  # noqa: E402
+    RECIPES,
+    compute_checkpoint_loss,
+    copy_nanogpt,
+    run_python,
+    share_tokens,
+)
 
 from data.loader import Loader  # noqa: E402
 from data.tokenizer import token_bytes  # noqa: E402
@@ -154,11 +160,8 @@ def train(work: Path, text: Path, words: list[str]) -> dict:
 
 def train_nanogpt(work: Path, text: Path, arguments: argparse.Namespace) -> float:
     """Train nanoGPT on the characters of the text. Returns the loss of its best checkpoint in bits per byte."""
-    nanogpt = work / "nanoGPT"
-    shutil.copytree(arguments.nanogpt, nanogpt, ignore=shutil.ignore_patterns(".git"))
-    prepared = share_tokens(
-        work / "char", nanogpt, argparse.Namespace(recipe="shakespeare_char_cpu", text=text)
-    )
+    nanogpt = copy_nanogpt(arguments.nanogpt, work)
+    prepared = share_tokens(work / "char", nanogpt, "char", text)
     run_python(nanogpt, "train.py", *RECIPES["shakespeare_char_cpu"].nanogpt, *NANOGPT_STEPS)
     loss, loader = compute_checkpoint_loss(nanogpt, prepared), Loader(prepared, 64, seed=0)
     targets = loader.val[1:].astype(int)
