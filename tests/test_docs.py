@@ -134,5 +134,13 @@ def test_every_page_is_linked_from_the_readme_or_the_attention_pages():
         assert f"({page.name})" in index.read_text(encoding="utf-8"), page.name
 
 
+def test_readme_counts_the_lines_of_the_model_and_the_loop():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    counts = re.findall(r"\]\(([\w/]+\.py)\)\s+\((\d+)", readme)
+    assert len(counts) == 6
+    for file, lines in counts:
+        assert len((ROOT / file).read_text(encoding="utf-8").splitlines()) == int(lines), file
+
+
 def test_readme_is_short():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
