@@ -4,7 +4,7 @@
     python benchmarks/loss_over_time.py nanoGPT tinyshakespeare.txt    # trains, then draws; three minutes on two cores
     python benchmarks/loss_over_time.py                                # draws the recorded losses again
 
-Each program runs as a complete process on the same cores, one after the other. A loss counts from the moment at which
+Each program runs as a complete process on the same cores, one after the other, with prepared tokens. A loss counts from the moment at which
 the process prints it, so the seconds include imports and evaluations. nanoGPT estimates its loss on 20 random batches,
 trilGPT computes it on the complete validation text. The losses are recorded in docs/speed.csv, with the name of the
 processor, and the picture is docs/speed.png.
@@ -53,6 +53,8 @@ def main() -> None:
     parser.add_argument("nanogpt", type=Path, nargs="?", help="a checkout of nanoGPT")
     parser.add_argument("text", type=Path, nargs="?", help="Tiny Shakespeare")
     arguments = parser.parse_args()
+    if (arguments.nanogpt is None) != (arguments.text is None):
+        parser.error("give both a checkout of nanoGPT and the text, or none to draw the records")
     if arguments.text is not None:
         record_losses(arguments.nanogpt, arguments.text.resolve())
     draw(RECORDS, PICTURE)

@@ -23,6 +23,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from common.process import cpu_count  # noqa: E402
+
 # The simplest script: keeps everything in memory and uses one core.
 PLAIN_SCRIPT = """
 import json, sys
@@ -62,7 +64,7 @@ def main() -> None:
         os.chdir(folder)
         table = write_documents(arguments.megabytes * 10**6, arguments.one_file)
         size = count_text_bytes(table)
-        print(f"{size / 1e6:,.1f} MB of text, {os.cpu_count()} cores", flush=True)
+        print(f"{size / 1e6:,.1f} MB of text, {cpu_count()} cores", flush=True)
         for name in arguments.tokenizers:
             rounds = []
             for _ in range(arguments.rounds):

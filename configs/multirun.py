@@ -87,15 +87,19 @@ def split_values(text: str, override: Override) -> list[str]:
     override: the text, as parsed by Hydra. It may have functions, as in range(1,4).
     """
     sweep = override.value()
-    values = list(override.sweep_iterator())
-    words = LIST_ITEM.findall(text)
-    is_list = isinstance(sweep, ChoiceSweep) and sweep.simple_form
-    if not is_list or len(words) != len(values):
-        words = [str(Transformer.encode(value)) for value in values]
-    return [
-        value.text if isinstance(value, QuotedString) else word
-        for value, word in zip(values, words, strict=True)
-    ]
+    if isinstance(sweep, ChoiceSweep) and sweep.simple_form:
+        words = LIST_ITEM.findall(text)
+        if len(words) == len(sweep.list):
+            return [
+                value.text if isinstance(value, QuotedString) else word
+                for value, word in zip(sweep.list, words, strict=True)
+            ]
+    return list(override.sweep_iterator(format_swept_value))
+
+
+def format_swept_value(value: Any) -> str:
+    """A value of a sweep as text, without quotes around it."""
+    return value.text if isinstance(value, QuotedString) else str(Transformer.encode(value))
 
 
 def make_jobs(words: list[str], config_dir: str | None) -> list[Job]:
@@ -108,10 +112,8 @@ def make_jobs(words: list[str], config_dir: str | None) -> list[Job]:
     values = list_values(words)
     swept = sorted(key for key in values if len(values[key]) > 1)
     if not swept:
-        raise UserError(
-            "-m needs several values for at least one key; "
-            "list some, as in model.n_layer=2,4 or seed=1,2,3, or remove -m"
-        )
+        advice = "list some, as in model.n_layer=2,4 or seed=1,2,3, or remove -m"
+        raise UserError(f"-m needs several values for at least one key; {advice}")
     if has_automatic_seeds(words):
         values["seed"] = ["1"]
         swept = sorted([*swept, "seed"])
@@ -128,9 +130,8 @@ def make_jobs(words: list[str], config_dir: str | None) -> list[Job]:
     names = name_jobs([{key: texts[key] for key in swept} for texts in combinations])
     if len(set(names)) < len(names):
         raise UserError(f"{max(names, key=names.count)} would be trained twice; list it once")
-    sweep = configs[0].name or make_new_folder(
-        SWEEPS, f"{configs[0].data.label}-{configs[0].model.name}"
-    )
+    label = f"{configs[0].data.label}-{configs[0].model.name}"
+    sweep = configs[0].name or make_new_folder(SWEEPS, label)
     if (RUNS / sweep / "config.yaml").exists():  # preset=auto would be the preset of this run
         raise UserError(f"{RUNS / sweep} is a run; set another name for the sweep")
     started = read_started_jobs(SWEEPS / sweep)
@@ -164,12 +165,15 @@ def list_words(texts: dict[str, str]) -> list[str]:
 
 def name_jobs(combinations: list[dict[str, str]]) -> list[str]:
     """Name jobs by their swept values. Equal names of different values get a hash."""
-    names = [name_job(values) for values in combinations]
-    hashes = [hashlib.sha256(repr(values).encode()).hexdigest() for values in combinations]
-    return [
-        name if names.count(name) == 1 else f"{name}-{text_hash[:6]}"
-        for name, text_hash in zip(names, hashes, strict=True)
-    ]
+    jobs = [(name_job(values), repr(values)) for values in combinations]
+    last = dict(jobs)
+    ambiguous = {name for name, text in jobs if text != last[name]}
+    names = []
+    for name, text in jobs:
+        if name in ambiguous:
+            name += f"-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
+        names.append(name)
+    return names
 
 
 def name_job(values: dict[str, str]) -> str:

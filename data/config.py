@@ -74,16 +74,10 @@ class DataConfig:
             "needs another column as text_column, and row_is_document=true; or set null",
         )
         yield "separator", self.separator != "", "must not be empty; set a string, or null"
-        yield (
-            "path",
-            self.path is not None or self.source != "text",
-            f"is missing; set {section}.path",
-        )
-        yield (
-            "repo",
-            bool(self.repo) or self.path is not None or self.source != "hub",
-            f"is missing; set {section}.repo",
-        )
+        has_path = self.path is not None or self.source != "text"
+        yield "path", has_path, f"is missing; set {section}.path"
+        has_repo = bool(self.repo) or self.path is not None or self.source != "hub"
+        yield "repo", has_repo, f"is missing; set {section}.repo"
 
 
 def python_stdlib() -> DataConfig:
@@ -106,8 +100,5 @@ class TokenizerConfig:
             yield "vocab_size", is_valid, "must be above 256, the number of bytes"
         else:
             yield "vocab_size", self.vocab_size is None, f"is not for {self.name}; set null"
-        yield (
-            "run",
-            (self.name == "run") == (self.run is not None),
-            "and tokenizer=run need each other; set both",
-        )
+        is_valid = (self.name == "run") == (self.run is not None)
+        yield "run", is_valid, "and tokenizer=run need each other; set both"

@@ -84,9 +84,10 @@ def bpe(texts: Iterable[str], vocab_size: int | None) -> tuple[str, list[bytes]]
     trainer = rustbpe.Tokenizer()  # ty: ignore[missing-attribute] (compiled, without type stubs)
     sample = iter(sample_texts(texts))
     # In a thread, so that a signal can interrupt this one.
-    ThreadPoolExecutor(1).submit(
+    training = ThreadPoolExecutor(1).submit(
         trainer.train_from_iterator, sample, vocab_size, pattern=BPE_PATTERN
-    ).result()
+    )
+    training.result()
     return BPE_PATTERN, [bytes(token) for token, _ in trainer.get_mergeable_ranks()]
 
 

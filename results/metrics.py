@@ -37,7 +37,7 @@ class Value:
 class Metric:
     """A column of a comparison, and of metrics.jsonl."""
 
-    # header in the terminal's table; None: only comparison.csv has it
+    # header in the terminal's table and in the notes of wandb; None: only comparison.csv has it
     header: str | None = None
     format: Callable[[Any], str] = str
     compare: str | None = None  # MEAN, ...; None: not compared, and without a header

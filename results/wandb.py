@@ -148,8 +148,8 @@ def read_run(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
     Both are empty if the compared runs do not exist.
     """
-    runs = read_json(folder / "comparison.json").get("runs", ["."])
-    for run in [folder / name for name in runs]:
+    compared = read_json(folder / "comparison.json").get("runs", [])
+    for run in [folder, *(folder / name for name in compared)]:
         if (run / "config.yaml").exists():
             return read_config(run), read_json(run / "summary.json")
     return {}, {}

@@ -69,8 +69,10 @@ def _describe_length(config: RunConfig, summary: dict[str, Any], train_tokens: i
     if train.steps is not None and train.epochs is None:
         length += f", {format_epochs(train.steps * tokens_per_step / train_tokens)}"
     if train.n_teachers is not None:
-        models = f"{train.n_teachers} teachers and a student"
-        length += f", for each of {models}" if train.minutes is None else f", with up to {models}"
+        if train.minutes is None:
+            length += f", for each of {train.n_teachers} teachers, and more for their student"
+        else:
+            length += f", with up to {train.n_teachers} teachers and a student"
     return length
 
 

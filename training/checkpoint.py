@@ -71,9 +71,8 @@ def load_last_checkpoint(run: RunFolder, state: TrainState, header: dict, dist: 
             raise damaged(run.last, "it has no optimizer state, as best.pt")
         check_identity(run.folder, saved, header)
         state.load_state_dict(saved)
-        used = state.used_limits["train.steps"]
-        if used > 1:
-            steps = math.ceil(used * state.config.steps - 1e-6)  # which may be a rounding error
+        steps = math.ceil((state.step - state.model_step) / state.model_length)
+        if steps > (state.config.steps or math.inf):
             message = f"{run.last} has finished step {state.step}; set train.steps={steps} or more"
             raise UserError(message)
     found = f"{run.folder} at step {state.step} with the best evaluation at step {state.best_step}"

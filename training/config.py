@@ -69,7 +69,7 @@ class TrainConfig:
                 advice = "cannot be combined with train.n_teachers; set one of them to null"
                 yield key, getattr(self, key) is None, advice
             has_length = self.steps is not None or self.epochs is not None
-            yield "n_teachers", has_length, "needs train.steps or train.epochs of each model"
+            yield "n_teachers", has_length, "needs train.steps or train.epochs of a teacher"
 
     def fit_teachers(self, models: float) -> int:
         """The number of teachers that can be trained in the time of so many models.
@@ -128,7 +128,8 @@ class AdamWConfig(OptimizerConfig):
     def rules(self, section: str) -> Iterator[Rule]:
         yield from super().rules(section)
         yield "betas", len(self.betas) == 2, "must be two numbers; set [0.9,0.95], for example"
-        yield "weight_decay", self.lr * self.weight_decay < 1, f"{TOO_LARGE_DECAY} {section}.lr"
+        is_small = self.lr * self.weight_decay < 1
+        yield "weight_decay", is_small, f"{TOO_LARGE_DECAY} {section}.lr"
 
 
 @dataclass
@@ -154,11 +155,8 @@ class MuonConfig(AdamWConfig):
 
     def rules(self, section: str) -> Iterator[Rule]:
         yield from super().rules(section)
-        yield (
-            "ngram_weight_decay",
-            self.embedding_lr * self.ngram_weight_decay < 1,
-            f"{TOO_LARGE_DECAY} {section}.embedding_lr",
-        )
+        is_small = self.embedding_lr * self.ngram_weight_decay < 1
+        yield "ngram_weight_decay", is_small, f"{TOO_LARGE_DECAY} {section}.embedding_lr"
 
 
 OPTIMIZER_CONFIGS: dict[str, type[OptimizerConfig]] = {
@@ -223,11 +221,8 @@ class WandbConfig:
             re.fullmatch(r"[^/\\#?%:]{1,128}", self.project or "trilgpt") is not None,
             r"must have 1 to 128 characters without / \ # ? % :",
         )
-        yield (
-            "tags",
-            all(1 <= len(tag) <= 64 for tag in self.tags or []),
-            "must have 1 to 64 characters each; set shorter tags",
-        )
+        has_valid_tags = all(1 <= len(tag) <= 64 for tag in self.tags or [])
+        yield "tags", has_valid_tags, "must have 1 to 64 characters each; set shorter tags"
 
     def resolve(self, environment: Mapping[str, str]) -> "WandbConfig":
         """A copy with values of the environment in place of None. Raises UserError."""

@@ -29,7 +29,7 @@ def orthogonalize(matrices: Tensor, steps: int, dtype: torch.dtype = torch.float
     steps: iterations.
     dtype: dtype of X.
     """
-    if matrices.shape[-2] > matrices.shape[-1]:
+    if matrices.shape[-2] > matrices.shape[-1]:  # so that S has the size of the shorter side
         return orthogonalize(matrices.mT, steps, dtype).mT
     X = matrices.to(dtype)
     X = X / (X.norm(dim=(-2, -1), keepdim=True) + 1e-7)

@@ -70,17 +70,16 @@ def make_plan(config: RunConfig, runtime: Runtime) -> list[tuple[str, str]]:
     tokens_per_step = config.train.batch_size * T
     flops_per_step = tokens_per_step * sum(flops.values())
     seconds_per_step = flops_per_step / flops_per_second
-    steps = count_steps(config, seconds_per_step, epoch_tokens / tokens_per_step)  # of a model
+    model_steps = count_steps(config, seconds_per_step, epoch_tokens / tokens_per_step)
     seconds = 60 * (config.train.minutes or math.inf)
-    n_teachers = config.train.fit_teachers(seconds / (steps * seconds_per_step))
-    equivalent_steps = steps  # as many steps of one model have as many FLOPs
+    n_teachers = config.train.fit_teachers(seconds / (model_steps * seconds_per_step))
+    teacher_steps = max(1, n_teachers) * model_steps
+    student_cost = 1 + FORWARD_SHARE * n_teachers  # of a step
+    student_steps = 0
     if n_teachers > 0:
-        teacher_steps = n_teachers * steps
-        cost = 1 + FORWARD_SHARE * n_teachers  # of a student's step
-        steps_in_time = (seconds / seconds_per_step - teacher_steps) / cost
-        student_steps = math.ceil(min(STUDENT_LENGTH * steps, steps_in_time))
-        equivalent_steps = teacher_steps + cost * student_steps
-        steps = teacher_steps + student_steps
+        steps_in_time = (seconds / seconds_per_step - teacher_steps) / student_cost
+        student_steps = min(STUDENT_LENGTH * model_steps, steps_in_time)
+    steps = math.ceil(teacher_steps + student_steps)
     tokens = steps * tokens_per_step
     memory = estimate_memory(config, runtime, model)
     memory["teachers"] = n_teachers * sum(p.nbytes for p in model.parameters())
@@ -89,6 +88,7 @@ def make_plan(config: RunConfig, runtime: Runtime) -> list[tuple[str, str]]:
     device = f"{device_name(runtime.device)}, {dtype_name(runtime.dtype)}"
     processes = pluralize(runtime.dist.world_size, "process")
     split = f"{processes} x {runtime.accumulation} x {runtime.micro_batch_size}"
+    equivalent_steps = teacher_steps + student_cost * student_steps  # with as many FLOPs
     total_flops = format_si(equivalent_steps * flops_per_step)
     time = format_duration(equivalent_steps * seconds_per_step)
     models = f", of {n_teachers} teachers and their student" if n_teachers else ""
@@ -109,7 +109,7 @@ def make_plan(config: RunConfig, runtime: Runtime) -> list[tuple[str, str]]:
     ]
 
 
-def count_steps(config: RunConfig, seconds_per_step: float, steps_per_epoch: float) -> int:
+def count_steps(config: RunConfig, seconds_per_step: float, steps_per_epoch: float) -> float:
     """Steps of a model, until train.steps, train.epochs or train.minutes ends it.
 
     steps_per_epoch: infinite if the data is not prepared.
@@ -122,7 +122,7 @@ def count_steps(config: RunConfig, seconds_per_step: float, steps_per_epoch: flo
     )
     if math.isinf(steps):
         raise UserError("train.epochs needs data on this machine; run python prepare.py first")
-    return math.ceil(steps)
+    return steps
 
 
 def estimate_memory(config: RunConfig, runtime: Runtime, model: GPT) -> dict[str, int]:

@@ -57,7 +57,7 @@ def lr_scale(config: ScheduleConfig, step: int, progress: float, warmup_progress
     """The learning rate of the next step, as a fraction of its peak: warmup, then the schedule.
 
     step: finished steps.
-    progress: finished part of the run, 0 to 1 (TrainState.progress).
+    progress: finished part of the run, 0 to 1 (TrainState.model_progress).
     warmup_progress: progress at the end of the warmup. The schedule starts from it at the peak.
     """
     if step < config.warmup_steps:

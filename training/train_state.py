@@ -2,7 +2,7 @@
 
 import math
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -66,22 +66,28 @@ class TrainState:
         self.planned_teachers = self.config.n_teachers or 0
 
     @property
+    def model_length(self) -> int:
+        """Steps of the current model, as a multiple of train.steps."""
+        return STUDENT_LENGTH if self.is_student else 1
+
+    @property
     def used_limits(self) -> dict[str, float]:
         """The fraction of each limit that the current model has used, by its setting.
 
         Steps and epochs count from the start of the model, and time lasts until the end of the run.
         At 1, the model is trained.
         """
+        return self._used_limits(self.step, self.seconds)
+
+    def _used_limits(self, step: int, seconds: float) -> dict[str, float]:
         config = self.config
-        steps = self.step - self.model_step
-        if self.is_student:
-            steps /= STUDENT_LENGTH
+        steps = (step - self.model_step) / self.model_length
         end = 60 * (config.minutes or math.inf)
         time_limit = max(1e-9, end - self.model_seconds)
         return {
             "train.steps": steps / (config.steps or math.inf),
             "train.epochs": steps / ((config.epochs or math.inf) * self.steps_per_epoch),
-            "train.minutes": (self.seconds - self.model_seconds) / time_limit,
+            "train.minutes": (seconds - self.model_seconds) / time_limit,
             "train.patience": float(self.evals_since_best >= (config.patience or math.inf)),
         }
 
@@ -94,7 +100,7 @@ class TrainState:
     def warmup_progress(self) -> float:
         """The model's progress at the end of its warmup, once that has ended."""
         step = self.model_step + self.schedule.warmup_steps
-        return replace(self, step=step, seconds=self.warmup_seconds).model_progress
+        return min(1.0, max(self._used_limits(step, self.warmup_seconds).values()))
 
     @property
     def progress(self) -> float:
@@ -153,10 +159,11 @@ class TrainState:
     def evaluation_is_due(self, every: int) -> bool:
         """Whether to evaluate after this step: at a model's end, and regularly.
 
-        The teachers after the first one are evaluated at their end only.
+        The teachers after the first one are evaluated at their end only, and the student less
+        often, because it has more steps.
         """
         is_later_teacher = 0 < len(self.teachers) < self.planned_teachers
-        is_regular = self.step % every == 0 and not is_later_teacher
+        is_regular = self.step % (every * self.model_length) == 0 and not is_later_teacher
         return is_regular or self.model_progress >= 1
 
     @property

@@ -181,8 +181,27 @@ def test_number_of_teachers_fits_into_the_time(length, seconds, n_teachers, cloc
     assert roles[:4] == [", teacher 1 of 4"] * 4
     assert len(state.teachers) == n_teachers
     assert (", student" in roles) == (n_teachers > 0)
-    assert len(roles) <= 4 * (4 + STUDENT_LENGTH)
+    student_steps = roles[4 * max(1, n_teachers) :]
+    assert set(student_steps) == ({", student"} if n_teachers else set())
+    if n_teachers:
+        assert 2 <= len(student_steps) <= 4 * STUDENT_LENGTH
+    assert (len(student_steps) == 4 * STUDENT_LENGTH) == (seconds == 1000)
     assert state.progress == 1
+
+
+@pytest.mark.parametrize("n_teachers", [2, 8])
+def test_learning_rate_of_a_student_falls_from_the_end_of_its_warmup(n_teachers, clock):
+    """Also if there is no time for all of eight teachers."""
+    state = make_state(steps=4, n_teachers=n_teachers)
+    state.schedule.warmup_steps = 1
+    state.teachers = [None, None]
+    state.planned_teachers = 2
+    rates = []
+    while not state.is_done:
+        rates.append(state.lr_scale)
+        state.count_step(Dist(), signal_received=False)
+    last = 4 * STUDENT_LENGTH
+    assert rates == pytest.approx([1] + [(last - n) / (last - 1) for n in range(1, last)])
 
 
 def test_run_that_had_no_time_for_teachers_gets_them_with_more_minutes(clock):
@@ -225,7 +244,7 @@ def test_time_of_a_slow_first_step_is_not_expected_of_other_models(first_step, c
 
 def test_student_of_two_teachers_gets_what_the_second_one_has_left_of_the_time(clock):
     """The first teacher needs 4 seconds, the second one 40."""
-    state = make_state(steps=4, minutes=1.0, n_teachers=8)
+    state = make_state(steps=4, minutes=0.9, n_teachers=8)
     state.start_clock()
     roles = []
     while not state.is_done:
@@ -234,17 +253,17 @@ def test_student_of_two_teachers_gets_what_the_second_one_has_left_of_the_time(c
         roles.append(state.role)
         clock[0] += 10 if len(state.teachers) == 1 else 1
         state.count_step(Dist(), signal_received=False)
-    assert roles[4:] == [", teacher 2 of 8"] * 4 + [", student"] * 4 * STUDENT_LENGTH
+    assert roles[4:] == [", teacher 2 of 8"] * 4 + [", student"] * 10
 
 
 def test_student_that_is_not_quite_trained_is_not_finished():
-    """The sum of the progress of all models rounds to 1."""
-    state = make_state(steps=10**9)
-    state.teachers = [None, None]
-    state.step = 10**9 * STUDENT_LENGTH - 1
-    state.model_step = 0
+    """The progress of the run rounds to 1."""
+    state = make_state(epochs=1.1, n_teachers=3)
+    state.teachers = [None, None, None]
+    state.steps_per_epoch = 50.0
+    state.step = 55 * STUDENT_LENGTH
     assert state.model_progress < 1
-    assert state.progress == pytest.approx(1)
+    assert state.progress == 1
     assert not state.is_done
 
 
@@ -392,10 +411,11 @@ def training_inputs(step: int):
     return loader.batch("train", step * batch_size, batch_size)[0]
 
 
-def test_teachers_after_the_first_one_are_evaluated_at_their_end_only(train):
+def test_later_teachers_are_evaluated_at_their_end_only_and_students_less_often(train):
     assert train("name=a", *TWO_TEACHERS, "eval.every=1") == 0
     evaluated = [row["step"] for row in metrics("a") if "val/loss" in row]
-    assert evaluated == [0, 1, 2, 3, 4, *range(8, LAST_STEP + 1)]
+    of_student = [step for step in range(9, LAST_STEP + 1) if step % STUDENT_LENGTH == 0]
+    assert evaluated == [0, 1, 2, 3, 4, 8, *of_student]
 
 
 def test_rows_have_the_number_of_trained_teachers(student):
@@ -472,7 +492,7 @@ def test_each_model_reads_the_text_in_another_order(workdir, train, monkeypatch)
 
 def test_output_says_which_model_is_trained(workdir):
     printed = train_in(workdir, "name=a", *TWO_TEACHERS, "eval.every=4")
-    assert "for each of 2 teachers and a student" in printed
+    assert "for each of 2 teachers, and more for their student" in printed
     for line in (
         "step 4, teacher 1 of 2: ",
         "step 8, teacher 2 of 2: ",
@@ -486,6 +506,13 @@ def test_run_without_time_for_teachers_says_so(workdir):
     assert "with up to 2 teachers and a student" in printed
     assert "train.minutes has no time for two teachers and a student" in printed
     assert summary("a")["n_teachers"] == 0
+
+
+@pytest.mark.parametrize(("steps", "code"), [(3, 2), (4, 0)])
+def test_run_with_a_student_cannot_become_shorter(student, train, capsys, steps, code):
+    assert train("name=whole", *TWO_TEACHERS, f"train.steps={steps}") == code
+    error = f"has finished step {LAST_STEP}; set train.steps=4 or more"
+    assert (error in capsys.readouterr().err) == (code == 2)
 
 
 def test_number_of_teachers_of_a_run_cannot_change(student, train, capsys):
