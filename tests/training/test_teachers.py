@@ -201,7 +201,7 @@ def test_learning_rate_of_a_student_falls_from_the_end_of_its_warmup(n_teachers,
         rates.append(state.lr_scale)
         state.count_step(Dist(), signal_received=False)
     last = 4 * STUDENT_LENGTH
-    assert rates == pytest.approx([1] + [(last - n) / (last - 1) for n in range(1, last)])
+    assert rates == pytest.approx([0.5] + [(last - n) / (last - 1) for n in range(1, last)])
 
 
 def test_run_that_had_no_time_for_teachers_gets_them_with_more_minutes(clock):
