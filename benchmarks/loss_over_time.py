@@ -4,10 +4,10 @@
     python benchmarks/loss_over_time.py nanoGPT tinyshakespeare.txt    # trains, then draws; three minutes on two cores
     python benchmarks/loss_over_time.py                                # draws the recorded losses again
 
-Each program runs as a complete process on the same cores, one after the other, with prepared tokens. A loss counts from the moment at which
-the process prints it, so the seconds include imports and evaluations. nanoGPT estimates its loss on 20 random batches,
-trilGPT computes it on the complete validation text. The losses are recorded in docs/speed.csv, with the name of the
-processor, and the picture is docs/speed.png.
+Each program runs as a complete process on the same cores, one after the other, with prepared tokens. A loss counts from
+the moment at which the process prints it, so the seconds include imports and evaluations. nanoGPT estimates its loss on
+20 random batches, trilGPT computes it on the complete validation text. The losses are recorded in docs/speed.csv, with
+the name of the processor, and the picture is docs/speed.png.
 """
 
 import argparse
@@ -110,6 +110,7 @@ def time_losses(folder: Path, *command: object) -> list[tuple[float, float]]:
 
 
 def draw(records: Path, picture: Path) -> None:
+    """Draw a curve for each program of the records, and nanoGPT's loss on a GPU as a line."""
     with open(records, encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     curves: dict[str, list[tuple[float, float]]] = {}

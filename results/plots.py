@@ -151,7 +151,7 @@ def _plot_losses(axes, variants: list[Variant], labels: list[str]) -> None:
 
 
 def _plot_divergence(axes, variants: list[Variant]) -> None:
-    """Plot how far the training losses of each variant are from the baseline, at most so far."""
+    """Plot the largest distance so far between the losses of each variant and the baseline."""
     style_axes(axes, "divergence of the training loss, running maximum")
     axes.set_xlabel("optimizer step")
     for index, variant in enumerate(variants):
