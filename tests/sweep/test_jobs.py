@@ -54,6 +54,11 @@ def test_job_is_not_done_if_its_run_has_another_length(workdir):
     assert not job.is_done()
 
 
+def test_job_is_done_if_its_run_was_logged_to_wandb_in_another_mode(workdir):
+    write_run(wandb={"mode": "disabled"})
+    assert make_job(wandb={"mode": "offline"}).is_done()
+
+
 def test_folder_of_a_run_with_another_setting_is_refused(workdir):
     write_run(seed=1)
     with pytest.raises(
