@@ -352,13 +352,13 @@ def join_cells(cells: dict[str, str]) -> str:
 
 
 def format_row(row: dict[str, Any]) -> dict[str, str]:
-    """The columns of the terminal's table, and the verdict. Unknown values are empty."""
+    """The columns of the terminal's table, status and verdict. Unknown values are empty."""
     cells = {}
     for name, metric in METRICS.items():
         value = row.get(name.replace("/", "_"))
         if metric.header:
             cells[metric.header] = "" if value is None else metric.format(value)
-    return cells | {"verdict": row["verdict"] or row["status"]}
+    return cells | {"status": row["status"], "verdict": row["verdict"] or ""}
 
 
 if __name__ == "__main__":

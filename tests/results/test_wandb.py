@@ -400,7 +400,7 @@ def test_sweep_has_its_runs_and_their_comparison(trained):
     notes = comparison.run["notes"].splitlines()
     assert notes[:2] == ["flash is faster", "naive is the baseline"]
     assert notes[3].startswith("variant attention=flash; kernel flash; val loss 1.5000; step")
-    assert "memory 2 MiB; verdict equal up to rounding" in notes[3]
+    assert "memory 2 MiB; status 2 finished; verdict equal up to rounding" in notes[3]
     assert comparison.summary["step_ms/attention_flash"] == 10
     assert comparison.summary["verdict/attention_flash"] == "equal up to rounding"
     assert comparison.read_table("table")[1][0] == "attention=flash"
