@@ -38,7 +38,7 @@ class SamplingConfig:
     """
 
     max_new_tokens: int = setting(300, 0, 10**9)
-    temperature: float = setting(0.8, 0, 1e30)  # 0: greedy decoding
+    temperature: float = setting(0.9, 0, 1e30)  # 0: greedy decoding
     top_k: int | None = setting(None, 1, 10**9)  # None keeps all tokens
     top_p: float | None = setting(None, above=0, high=1)  # None keeps all tokens
     min_p: float | None = setting(None, above=0, high=1)  # None keeps all tokens

@@ -45,7 +45,7 @@ def write_folder(out: Path, checkpoint: dict, model_type: str, dtype: torch.dtyp
     }
     generation_config = {
         "do_sample": True,
-        "temperature": 0.8,
+        "temperature": 0.9,
         # Learned positions end at block_size: prompt and sample must fit.
         "max_new_tokens": max(1, config.block_size // 2),
     }
