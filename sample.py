@@ -1,7 +1,7 @@
 """Generate text with a trained model.
 
     python sample.py                                      one sample, from the newest run
-    python sample.py run=mine prompt="def main(x):" num_samples=3 temperature=0.8 top_k=50 seed=1
+    python sample.py run=mine prompt="def main(x):" num_samples=3 temperature=1 top_p=0.9 seed=1
     python sample.py interactive=true                     continue the lines that you type
     python sample.py prompts=FILE out=FILE.jsonl          a sample for each line of a file
 

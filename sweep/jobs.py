@@ -17,7 +17,7 @@ from common.settings import describe_changes, flatten_dict
 from training.run_folder import read_config, read_trained_config, write_config
 
 SCRIPT = Path(__file__).parents[1] / "train.py"
-SWEEP_KEYS = ("name", "sweep.", "wandb.")  # no result of a run depends on them
+SWEEP_KEYS = ("name", "sweep.", "wandb.group", "wandb.mode")  # no result of a run depends on them
 # Keys that may change when a sweep is started again. Any other change would make a different run.
 CHANGEABLE_KEYS = (
     "name", "resume", "train.steps", "train.epochs", "train.minutes", "checkpoint.", "sweep.",

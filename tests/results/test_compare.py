@@ -222,7 +222,7 @@ def test_comparison_without_a_threshold_has_that_of_the_first_run(workdir, no_pi
 # All sweeps
 
 
-def test_history_has_the_sentences_of_all_sweeps_and_how_many_may_be_wrong(workdir, capsys):
+def test_history_has_the_sentences_of_all_sweeps_and_the_error_rate(workdir, capsys):
     for name in ("first", "second"):
         sweep = write_sweep(Path("runs/sweeps", name), ["n=1,seed=1", "n=2,seed=1"])
         for n in (1, 2):
