@@ -54,7 +54,6 @@ def write_folder(out: Path, checkpoint: dict, model_type: str, dtype: torch.dtyp
         "model_max_length": config.block_size,
         "padding_side": "left",  # generation continues at the end of each row
         "split_special_tokens": True,  # as in training, special tokens in a text are text
-        "clean_up_tokenization_spaces": False,  # decoding removes no space before punctuation
     }
     if end is not None:
         tokenizer_config |= dict.fromkeys(
