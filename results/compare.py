@@ -91,7 +91,7 @@ def print_history(sweeps: Path) -> None:
         comparison = read_json(file.with_name("comparison.json"))
         for sentence in comparison.get("sentences", [UNFINISHED]):
             print_text(f"  {sentence}")
-    print_text(f"\nWith normal noise, at most one sweep in {1 / ERROR_RATE:.0f} has a wrong verdict.")
+    print_text(f"\nWith normal noise, at most 1 sweep in {1 / ERROR_RATE:.0f} has a wrong verdict.")
 
 
 # The rows

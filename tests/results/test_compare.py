@@ -235,7 +235,7 @@ def test_history_has_the_sentences_of_all_sweeps_and_the_error_rate(workdir, cap
     assert lines[0] == "first"
     assert lines[1].startswith("  n=2: undecided (loss -33.33 % so far), 1 seed")
     assert lines[3] == "second"
-    assert "one sweep in 20" in lines[-1]
+    assert "1 sweep in 20" in lines[-1]
 
 
 def test_history_lists_sweeps_that_are_not_finished(workdir, capsys):
