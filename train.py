@@ -22,7 +22,6 @@ most used keys:
   device=cuda           or cpu, mps; see also dtype=bfloat16 and compile=true
   wandb.mode=online     or disabled; the default is offline, which needs no account
   wandb.project=NAME    also wandb.entity, wandb.group, wandb.tags=[A,B] and wandb.log_model=true
-  train.profile=true    show where the time of a step goes, and write a trace
   plan=true             estimate memory and time of the run without training
   seed=N                seed of the initial weights and the batches; with -m also auto: as many as
                         are needed to judge each change as better, worse or not different
@@ -134,23 +133,20 @@ def main(config: RunConfig) -> int:
             targets_per_rank = num_targets / dist.world_size  # DDP averages gradients over ranks
             loss = torch.zeros((), device=device)
             for i in range(runtime.accumulation):
-                with logger.phase("data"):
-                    x, y, doc_ids = loader.batch("train", rank_start + i * B, B)
+                x, y, doc_ids = loader.batch("train", rank_start + i * B, B)
                 if state.is_student:  # its targets are probabilities
                     y = mean_probabilities(state.teachers, x, y, doc_ids, runtime.autocast())
                 seed_device(device, config.seed, state.step, i, dist.rank)  # repeatable dropout
                 is_last = i == runtime.accumulation - 1
                 runtime.parallel.sync_gradients(wrapped_model, enabled=is_last)
-                with logger.phase("forward"), runtime.autocast():
+                with runtime.autocast():
                     loss_sum = wrapped_model(x, y, doc_ids=doc_ids, reduction="sum")
                     micro_loss = loss_sum / targets_per_rank  # a summand of the step's loss
-                with logger.phase("backward"):
-                    scaler.scale(micro_loss).backward()
+                scaler.scale(micro_loss).backward()
                 loss += micro_loss.detach()
 
             # clip the gradients, update the weights and clear the gradients
-            with logger.phase("optimizer"):
-                grad_norm = optimizer_step(model, optimizers, scaler, config.train.grad_clip)
+            grad_norm = optimizer_step(model, optimizers, scaler, config.train.grad_clip)
             logger.end_step()
             stop.enable()  # from the first step on, a signal lets the step finish, and saves
             state.count_step(dist, stop.requested)  # all processes agree on time and stop

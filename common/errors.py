@@ -2,7 +2,6 @@
 
 import errno
 import re
-from pathlib import Path
 
 # Control characters except newline and tab, and Unicode's bidirectional overrides and isolates.
 UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -46,8 +45,6 @@ def error_message(error: BaseException) -> str | None:
         return str(error) or "interrupted"
     if isinstance(error, OSError) and error.errno in DISK_FULL_ERRNOS:
         return f"{error.filename or 'writing a file'}: {error.strerror}; free some disk space"
-    if isinstance(error, OSError) and error.errno == errno.ENOLCK:
-        return f"the file system of {Path.cwd()} has no locks; run this in a folder on another one"
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}; set another file, folder or name"
     if is_out_of_memory(error):

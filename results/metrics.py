@@ -107,7 +107,6 @@ METRICS: dict[str, Metric] = {
         f"Step times are medians (quartiles), without the first {WARMUP_STEPS} steps of each run.",
     ),
     "tokens_per_second": Metric(compare=STEP_MEDIAN),
-    "sample_tokens_per_second": Metric(compare=STEP_MEDIAN),
     "mfu": Metric(),
     "peak_memory_bytes": Metric("memory", format_memory, MEDIAN),
     "kv_cache_bytes_per_token": Metric(compare=MEAN),

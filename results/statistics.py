@@ -28,7 +28,6 @@ IMPLEMENTATION = (
     "plan",
     "tf32",
     "train.micro_batch_size",
-    "train.profile",
     "world_size",
 )
 # Largest rounding error of the training loss at step 1, relative to the loss. It may grow in

@@ -111,7 +111,6 @@ TIMED = {
     "seconds",
     "step_ms",
     "tokens_per_second",
-    "sample_tokens_per_second",
     "mfu",
     "peak_memory_bytes",
 }

@@ -145,6 +145,13 @@ def test_metric_is_in_each_evaluation(changed_run):
     assert all(row["weight_norm"] > 0 for row in evaluations)
 
 
+def test_profile_has_the_operations_of_three_steps(changed_run):
+    events = json.loads(Path("runs/a/trace.json").read_text(encoding="utf-8"))["traceEvents"]
+    steps = [event["name"] for event in events if event["name"].startswith("ProfilerStep")]
+    assert len(steps) == 3
+    assert any(event["name"] == "aten::mm" for event in events)
+
+
 def test_run_resumes_with_the_state_of_the_optimizer_and_without_weights_of_norms(changed_run):
     assert [row["step"] for row in metrics("a")] == list(range(9))
     checkpoint = load("a")

@@ -10,7 +10,7 @@ train_state.py   what training changes, and what ends a run
 run_folder.py    the folder of a run: name, lock, config.yaml, summary.json
 checkpoint.py    saving, resuming, and what a resumed run removes
 evaluate.py      validation loss, sample and attention statistics
-log.py           progress, metrics.jsonl, results; speed.py has step times and the profiler
+log.py           progress, metrics.jsonl, results; speed.py has step times
 banner.py        the first and the last lines of a run
 plan.py          plan=true: parameters, memory and time of a run
 

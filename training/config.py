@@ -51,8 +51,6 @@ class TrainConfig:
     grad_clip: float | None = setting(1.0, above=0)
     # stop after this many evaluations without a lower loss
     patience: int | None = setting(None, 1, MAX_STEPS)
-    # record steps 6 to 8, and print where their time goes
-    profile: bool = False
     # models that are trained first, if train.minutes allows. The last model, the student, learns
     # their mean probabilities (training/teachers.py; preset for text and time)
     n_teachers: int | None = setting(None, 2, 100)

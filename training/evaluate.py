@@ -1,7 +1,6 @@
 """Evaluation during training: validation loss, a generated sample, and attention statistics."""
 
 import math
-import time
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -107,20 +106,16 @@ class Evaluator:
         }
 
     def generate_sample(self, model: GPT, step: int) -> dict[str, Any]:
-        """Generate a sample without a prompt, and measure the speed. A signal ends it."""
+        """Generate a sample without a prompt. A signal ends it."""
         tokenizer = self.loader.tokenizer
         prompt = Prompt([tokenizer.start_token], self.loader.seed + step)
         sampling = replace(self.config.sample, stop=unescape(self.config.sample.stop))
         text = ""
-        n_tokens = 0
-        start = time.perf_counter()
         for chunk in generate(model, tokenizer, [prompt], sampling, batch_size=1):
             if self.stop.requested:
                 break
             text += chunk.text
-            n_tokens = chunk.n_tokens
-        speed = n_tokens / (time.perf_counter() - start) if n_tokens else None
-        return {"sample": text, "sample_tokens_per_second": speed}
+        return {"sample": text}
 
     def measure_attention(self, model: GPT, step: int) -> dict[str, Any]:
         """Attention maps and attention statistics, if the config requests them."""

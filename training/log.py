@@ -1,11 +1,11 @@
-"""Logs a training run: what it prints, metrics.jsonl, step times and the profiler."""
+"""Logs a training run: what it prints, metrics.jsonl, and step times."""
 
 import json
 import math
 import os
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,7 +17,7 @@ from common.machine import reset_peak_memory
 from training.config import OVERFITTING_EVALS, STUDENT_LENGTH, RunConfig
 from training.run_folder import RunFolder, read_rows, summary_key
 from training.runtime import Runtime
-from training.speed import Speed, StepProfiler, peak_flops
+from training.speed import Speed, peak_flops
 from training.train_state import TrainState
 
 PRINTED_SAMPLE_LINES = 3  # of each evaluation; metrics.jsonl has the complete sample
@@ -26,7 +26,7 @@ PRINTED_SAMPLE_LINES = 3  # of each evaluation; metrics.jsonl has the complete s
 class RunLogger(AbstractContextManager):
     """Context manager around the training loop. Only rank 0 prints and writes.
 
-    For each step, the loop calls start_step, end_step and log_step, with phases in between.
+    For each step, the loop calls start_step, end_step and log_step.
     facts: what describe_run returns.
     """
 
@@ -48,37 +48,24 @@ class RunLogger(AbstractContextManager):
         self.read_timing: Callable[[], dict] | None = None  # of the last step
         self.metrics = MetricsLogger(run.folder) if run.is_main else None
         self.bar = ProgressBar(1.0, initial=state.progress)
-        self.profiler = None
-        if config.train.profile and run.is_main:
-            self.profiler = StepProfiler(runtime.device, run.folder, self.bar.console.out)
 
     def __enter__(self) -> Self:
         self.bar.start()
         self.bar.show(self.state.progress, "compiling" if self.runtime.compile else "evaluating")
-        if self.profiler:
-            self.profiler.start()
         reset_peak_memory(self.runtime.device)
         self.state.start_clock()
         return self
 
     def __exit__(self, error_type: Any, error: BaseException | None, traceback: Any) -> None:
-        if self.profiler:
-            self.profiler.stop()
         self.bar.stop()
 
     def start_step(self) -> None:
         """Call this at the beginning of a step."""
         self.speed.start_step()
 
-    def phase(self, name: str) -> AbstractContextManager:
-        """Context manager: a phase of the current step, for the profiler."""
-        return torch.profiler.record_function(name) if self.profiler else nullcontext()
-
     def end_step(self) -> None:
         """Call this after the weights are updated."""
         self.read_timing = self.speed.end_step()
-        if self.profiler:
-            self.profiler.step()
 
     def log_step(self, metrics: dict[str, Any]) -> None:
         """Print and log the metrics of a step, and of its evaluation if it has one.
@@ -94,7 +81,7 @@ class RunLogger(AbstractContextManager):
             "step": state.step,
             "tokens": state.step * self.tokens_per_step,
             "seconds": state.seconds,
-            "flops": state.equivalent_steps * self.flops_per_step,
+            "flops": state.step * self.flops_per_step,
         }
         if state.config.n_teachers is not None:
             counters["teachers"] = len(state.teachers)

@@ -1,12 +1,10 @@
-"""Speed of a run: step times, throughput, MFU, peak FLOP/s of devices, and the profiler."""
+"""Speed of a run: step times, throughput, MFU, and peak FLOP/s of devices."""
 
-import os
 import statistics
 import time
 from collections import deque
 from collections.abc import Callable
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -179,34 +177,3 @@ def measure_peak_flops(device: torch.device, dtype: torch.dtype, precision: str)
     a = torch.randn(size, size, device=device).to(dtype)
     fastest = min(time_calls(lambda: a @ a, device, min_calls, PRODUCT_SECONDS, MAX_PRODUCTS))
     return 2 * size**3 / fastest
-
-
-RECORDED_STEPS = 3
-
-
-class StepProfiler(torch.profiler.profile):
-    """Records steps after the warmup, prints a table, and writes trace.json.gz.
-
-    The loop calls step() after each step.
-    """
-
-    def __init__(self, device: torch.device, folder: Path, print_line: Callable[[str], None]):
-        self.trace = folder / "trace.json.gz"
-        self.print_line = print_line
-        self.sort_by = "self_cpu_time_total"
-        if device.type == "cuda":
-            self.sort_by = "self_device_time_total"
-        else:
-            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # no messages of the profiler on stderr
-        schedule = torch.profiler.schedule(
-            wait=WARMUP_STEPS - 1, warmup=1, active=RECORDED_STEPS, repeat=1
-        )
-        super().__init__(schedule=schedule, on_trace_ready=StepProfiler._report)
-
-    def _report(self) -> None:
-        if self.step_num != WARMUP_STEPS + RECORDED_STEPS:  # the run ends before
-            return
-        self.export_chrome_trace(str(self.trace))
-        table = self.key_averages().table(self.sort_by, row_limit=20, max_name_column_width=40)
-        self.print_line(f"steps {WARMUP_STEPS + 1} to {self.step_num}\n{table}")
-        self.print_line(f"trace    {self.trace} (open it at ui.perfetto.dev or chrome://tracing)")

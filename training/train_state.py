@@ -144,14 +144,6 @@ class TrainState:
         return f", teacher {len(self.teachers) + 1} of {self.planned_teachers}"
 
     @property
-    def equivalent_steps(self) -> float:
-        """The steps with as many FLOPs as the run had so far, with its teachers' forward passes."""
-        if not self.is_student:
-            return self.step
-        passes = len(self.teachers) * (self.step - self.model_step)
-        return self.step + FORWARD_SHARE * passes
-
-    @property
     def is_done(self) -> bool:
         """Whether the training loop ends: no step is left, or a signal stopped the run."""
         return self.is_finished or self.stopped

@@ -1,20 +1,12 @@
-"""Step times and throughput, the peak speed of matrix products, and train.profile=true."""
-
-import gzip
-import json
-from pathlib import Path
+"""Step times and throughput, and the peak speed of matrix products."""
 
 import pytest
 import torch
-from helpers import metrics, train_here, untimed
-from run_helpers import train_in
 
 from training.speed import (
     GPU_PEAK,
-    RECORDED_STEPS,
     WARMUP_STEPS,
     Speed,
-    StepProfiler,
     peak_flops,
     time_calls,
 )
@@ -120,63 +112,3 @@ def test_peak_of_tf32_is_measured(gpu, monkeypatch):
     with pytest.raises(RuntimeError, match="measured"):
         peak_flops(CUDA, torch.float32)
     assert peak_flops(CUDA, torch.bfloat16) == GPU_PEAK["NVIDIA H200"][0]
-
-
-# The profiler
-
-LAST_RECORDED = WARMUP_STEPS + RECORDED_STEPS
-SETTINGS = [
-    f"train.steps={LAST_RECORDED}",
-    f"eval.every={LAST_RECORDED}",
-    "train.micro_batch_size=2",
-    "model.dropout=0.1",
-    "model.n_layer=1",
-    "optimizer=adamw",  # has fewer operations than muon
-]
-
-
-def run_steps(folder, num_steps: int, error: Exception | None = None) -> list[str]:
-    """Run steps with one matrix product. Returns what the profiler prints."""
-    printed = []
-    with StepProfiler(CPU, folder, printed.append) as profiler:
-        for _ in range(num_steps):
-            torch.ones(2, 2) @ torch.ones(2, 2)
-            profiler.step()
-        torch.ones(1).erfinv()  # an evaluation after the last step
-        if error is not None:
-            raise error
-    return printed
-
-
-def test_table_has_the_operations_of_the_recorded_steps_only(tmp_path):
-    table, _ = run_steps(tmp_path, LAST_RECORDED)
-    rows = [line.split() for line in table.splitlines()]
-    calls = {row[0]: row[-1] for row in rows if row and row[0].startswith("aten::")}
-    assert calls["aten::mm"] == str(RECORDED_STEPS)
-    assert "aten::erfinv" not in calls
-
-
-@pytest.mark.parametrize("num_steps", [3, LAST_RECORDED - 1])
-def test_run_that_ends_before_the_recorded_steps_writes_no_profile(tmp_path, num_steps):
-    assert run_steps(tmp_path, num_steps) == []
-    assert not (tmp_path / "trace.json.gz").exists()
-
-
-def test_profiler_ends_with_a_run_that_fails(tmp_path):
-    with pytest.raises(ZeroDivisionError):
-        run_steps(tmp_path, WARMUP_STEPS + 1, error=ZeroDivisionError())
-    with torch.profiler.profile():  # only one profiler can be active
-        pass
-
-
-def test_profiled_run_has_the_phases_of_its_micro_batches_and_the_same_results(workdir):
-    printed = train_in(workdir, "name=a", "train.profile=true", *SETTINGS)
-    assert f"\nsteps {WARMUP_STEPS + 1} to {LAST_RECORDED}\n" in printed
-    assert "trace    runs/a/trace.json.gz" in printed
-    with gzip.open(Path("runs/a/trace.json.gz")) as file:
-        events = json.load(file)["traceEvents"]
-    names = [event["name"] for event in events if event.get("cat") == "user_annotation"]
-    for phase, per_step in {"data": 2, "forward": 2, "backward": 2, "optimizer": 1}.items():
-        assert names.count(phase) == per_step * RECORDED_STEPS
-    assert train_here("name=b", *SETTINGS) == 0
-    assert untimed(metrics("a")) == untimed(metrics("b"))

@@ -16,7 +16,7 @@ from data.loader import Loader
 from data.prepare import prepare
 from generation.load import load_run
 from model.loss import IGNORE_INDEX
-from training.config import FORWARD_SHARE, STUDENT_LENGTH, TrainConfig
+from training.config import STUDENT_LENGTH, TrainConfig
 from training.optimizer import build_optimizers
 from training.runtime import Dist
 from training.schedule import ScheduleConfig
@@ -339,14 +339,6 @@ def test_only_the_student_has_no_weight_decay(state, n_teachers):
     resumed = make_state(steps=4, n_teachers=n_teachers)
     resumed.load_state_dict(state.state_dict())
     assert weight_decays(resumed) == {0.0}
-
-
-def test_equivalent_steps_count_the_passes_of_teachers(state):
-    assert state.equivalent_steps == 4
-    state.start_next_model(seed=1)
-    state.start_next_model(seed=1)
-    state.step = 10
-    assert state.equivalent_steps == 10 + FORWARD_SHARE * 2 * 6
 
 
 def test_checkpoint_restores_teachers_and_the_start_of_the_model(state):
