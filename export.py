@@ -21,13 +21,13 @@ if __name__ == "__main__":  # before the slow imports below, so that a typo is r
 import os
 from pathlib import Path
 
+from common.checkpoint_file import load_checkpoint
 from common.console import PYTHON
 from common.files import new_folder
 from common.machine import DTYPES
 from common.process import run_process
-from common.run_paths import find_run
+from common.run_paths import find_checkpoint
 from configs.schema import ExportConfig
-from generation.load import load_pretrained
 from huggingface.architectures import find_architecture
 from huggingface.folder import write_folder
 from model import GPTConfig
@@ -35,8 +35,9 @@ from results.card import write_card
 
 
 def main(config: ExportConfig) -> int:
-    run = find_run(config.run)
-    path, checkpoint = load_pretrained(config.run, config.checkpoint)
+    path = find_checkpoint(config.run, config.checkpoint)
+    run = path.parents[1]
+    checkpoint = load_checkpoint(path)
     out = Path(os.path.expanduser(config.out or run / "huggingface"))
     model_type = find_architecture(GPTConfig.from_saved(checkpoint["model_config"]))
     with new_folder(out) as unfinished:

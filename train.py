@@ -83,7 +83,7 @@ def main(config: RunConfig) -> int:
         model = build_model(config, runtime, data.meta["vocab_size"])
         if config.train.init_from is not None and not run.resumes:
             load_init_weights(config.train.init_from, model, data.meta["tokenizer"])
-        wrapped_model = runtime.wrap(model, config.attention)  # for the forward passes of training
+        wrapped_model = runtime.wrap(model, config.attention)  # for training and validation losses
         optimizers = build_optimizers(model, config.optimizer, runtime.dtype)
         # loss scaling for float16 (Micikevicius et al., arXiv:1710.03740)
         scaler = torch.amp.GradScaler(device.type, enabled=runtime.dtype == torch.float16)

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from common.errors import UserError
-from common.files import atomic_writer, refuse_lfs_pointer
+from common.files import atomic_writer
 
 FORMAT = 5  # increased when old checkpoints can no longer be read
 
@@ -29,7 +29,6 @@ def load_checkpoint(path: Path) -> dict:
 
     Raises UserError if the file is damaged, or of another format.
     """
-    refuse_lfs_pointer(path)
     modified = path.stat().st_mtime_ns
     content = {}
     try:
@@ -43,15 +42,10 @@ def load_checkpoint(path: Path) -> dict:
         # A training process has replaced the file, which torch.load opens several times.
         return load_checkpoint(path)
     if damage is not None:
-        raise damaged(path, damage)
+        raise UserError(f"{path} is damaged ({damage}); restore it, or set another name")
     if content.get("format") != FORMAT:
         raise UserError(
             f"{path} has checkpoint format {content.get('format')}, but this version reads "
             f"{FORMAT}; set another run"
         )
     return content
-
-
-def damaged(path: Path, reason: str) -> UserError:
-    """Error for a checkpoint that cannot be used."""
-    return UserError(f"{path} is damaged ({reason}); restore it, or set another name")

@@ -36,8 +36,8 @@ def run_multirun(flags: Namespace) -> int:
     """
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError("-m does not work under torchrun, because it starts one process per run")
-    if flags.cfg or "plan=true" in flags.words:
-        raise UserError("--cfg and plan=true describe one run; remove -m, and set single values")
+    if flags.cfg:
+        raise UserError("--cfg describes one run; remove -m, and set single values")
     launcher = compose_launcher(flags.launcher_words)
     jobs = make_jobs(flags.words, flags.config_dir)
     return run_sweep(jobs, launcher, stops_early=has_automatic_seeds(flags.words))
@@ -123,6 +123,8 @@ def make_jobs(words: list[str], config_dir: str | None) -> list[Job]:
     all_words = [list_words(texts) for texts in combinations]
     # choose_preset measures the speed once
     configs = [choose_preset(compose_config("train", job, config_dir)) for job in all_words]
+    if any(config.plan for config in configs):
+        raise UserError("plan=true describes one run; remove -m, and set single values")
     if has_automatic_seeds(words):
         seeds = range(1, configs[0].sweep.max_seeds + 1)
         configs = [replace(config, seed=seed) for seed in seeds for config in configs]
@@ -141,12 +143,9 @@ def make_jobs(words: list[str], config_dir: str | None) -> list[Job]:
         # A job that an earlier command has started keeps its name
         name = started.get(identify_config(flatten_dict(settings)), name)
         settings["name"] = f"sweeps/{sweep}/{name}"
-        group = config.wandb.group or os.environ.get("WANDB_RUN_GROUP") or sweep
-        settings["wandb"]["group"] = group
         arguments = [
             *list_words(texts),
             f"name={settings['name']}",
-            f"wandb.group={group}",
             f"preset={format_value(config.preset)}",  # auto would measure the speed again
         ]
         if config_dir:

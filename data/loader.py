@@ -102,9 +102,10 @@ class Loader:
     def count_targets(self, first: int, count: int) -> int:
         """Number of targets in training sequences `first` to first + count - 1.
 
-        At least 1, because the loss is divided by it.
+        At least 1, because the loss is divided by it. Each process counts the complete step, so
+        that none waits for the others before its backward pass.
         """
-        if self.val.dtype != np.int32:  # there are no prompts
+        if self.train.dtype != np.int32:  # there are no prompts
             return count * self.T
         _, y = self._train_batch(list(range(first, first + count)))
         return max(1, int((y != IGNORE_INDEX).sum()))

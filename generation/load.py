@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.checkpoint_file import damaged, load_checkpoint
+from common.checkpoint_file import load_checkpoint
 from common.console import print_text
 from common.machine import dtype_name, resolve_device, resolve_dtype
 from common.run_paths import find_checkpoint
@@ -35,18 +35,7 @@ def load_pretrained(run: str, checkpoint: str = "best") -> tuple[Path, dict[str,
         folder = find_folder(run.removeprefix("hf:"))
         return folder / "model.safetensors", read_folder(folder)
     path = find_checkpoint(run, checkpoint)
-    return path, load_model_checkpoint(path)
-
-
-def load_model_checkpoint(path: Path) -> dict[str, Any]:
-    """Read a checkpoint of a run. Raises UserError if it has no model, or not all weights."""
-    saved = load_checkpoint(path)
-    try:
-        config = GPTConfig.from_saved(saved["model_config"])
-        model_from_weights(config, saved["vocab_size"], sdpa, saved["model"])
-    except (AttributeError, KeyError, RuntimeError, TypeError) as error:
-        raise damaged(path, type(error).__name__) from None
-    return saved
+    return path, load_checkpoint(path)
 
 
 def model_from_weights(

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save
 
 from common.errors import UserError
-from common.files import atomic_write, refuse_lfs_pointer, write_json
+from common.files import atomic_write, write_json
 from common.machine import dtype_name
 from data.tokenizer import END_OF_TEXT, from_spec
 from huggingface.architectures import (
@@ -98,9 +98,7 @@ def read_folder(folder: Path) -> dict[str, Any]:
     Raises UserError.
     """
     try:
-        for path in map(folder.joinpath, FILES):  # path: the file that is being read
-            refuse_lfs_pointer(path)
-        path = folder / "config.json"
+        path = folder / "config.json"  # the file that is being read
         content = json.loads(path.read_bytes())
         config = from_config_json(content, str(path))
         path = folder / "tokenizer.json"

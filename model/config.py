@@ -168,6 +168,14 @@ class GPTConfig:
         return 2 * math.ceil(fraction * self.head_dim / 2)
 
     @property
+    def shifted_channels(self) -> int:
+        """The last channels of each key, which a key offset takes from the previous token.
+
+        These are half of the channels, rounded down to an even number.
+        """
+        return 2 * (self.head_dim // 4)
+
+    @property
     def mlp_channels(self) -> int:
         """Channels between the linear layers of the MLP.
 

@@ -137,8 +137,8 @@ class CausalSelfAttention(nn.Module):
         Otherwise, scores would depend on more than distances: rotated pairs contain both halves.
         """
         q, k = qk.split((self.config.n_head, self.config.kv_heads), dim=2)
-        shifted_channels = 2 * (k.shape[3] // 4)
-        kept, shifted = k.tensor_split((k.shape[3] - shifted_channels,), dim=3)
+        kept_channels = self.config.head_dim - self.config.shifted_channels
+        kept, shifted = k.tensor_split((kept_channels,), dim=3)
         if shared.kv_cache is not None:
             shifted = shared.kv_cache.shift_keys(self.layer, shifted)
         else:
@@ -319,7 +319,7 @@ class GPT(nn.Module):
         rotary = None
         if self.wpe is not None:
             x = x + self.wpe(positions)
-        else:
+        else:  # not stored, because positions differ from row to row with documents and a cache
             rotary = rotary_cos_sin(positions, self.config.rotary_channels)
         if self.ngrams is not None:  # a lookup costs no FLOPs, so the table can be large
             previous_tokens = None if kv_cache is None else kv_cache.previous_tokens

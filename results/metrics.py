@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from common.console import format_memory, format_number
-from training.config import WARMUP_STEPS
+from training.config import UNTIMED_STEPS
 
 # How the values of a variant's runs become one value. Titles of pictures have these words.
 MEAN = "mean over seeds"  # of the newest values, with a 95 % confidence interval (Student's t)
@@ -85,6 +85,7 @@ METRICS: dict[str, Metric] = {
     "val/bpb": Metric("bits/byte", format_loss, MEAN, wandb={"summary": "min"}),
     "best_val_loss": Metric(compare=MEAN),
     "overfitting": Metric(),
+    "n_teachers": Metric(compare=MEAN),
     # of runs with the same seed
     "verdict": Metric(compare=COMPUTED),
     "difference": Metric(
@@ -104,7 +105,7 @@ METRICS: dict[str, Metric] = {
         "step, ms",
         format_number,
         STEP_MEDIAN,
-        f"Step times are medians (quartiles), without the first {WARMUP_STEPS} steps of each run.",
+        f"Step times are medians (quartiles), without the first {UNTIMED_STEPS} steps of each run.",
     ),
     "tokens_per_second": Metric(compare=STEP_MEDIAN),
     "mfu": Metric(),

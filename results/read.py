@@ -14,7 +14,7 @@ from typing import Any
 from common.errors import UserError
 from common.files import read_json
 from common.settings import flatten_dict, format_value
-from training.config import WARMUP_STEPS, SweepConfig
+from training.config import UNTIMED_STEPS, SweepConfig
 from training.run_folder import read_config, read_rows, summary_key
 
 # runs of one variant may differ in these
@@ -64,6 +64,10 @@ class Run:
     def curves(self) -> dict[str, dict[int, float]]:
         return read_curves(self.folder)
 
+    def newest(self, name: str) -> float | None:
+        """The newest value of a metric."""
+        return self.summary.get(summary_key(name))
+
 
 @dataclass
 class Variant:
@@ -95,13 +99,13 @@ class Variant:
 
     def newest(self, name: str) -> list[float]:
         """The newest value of a metric in each finished run that has it."""
-        values = [run.summary.get(summary_key(name)) for run in self.finished]
+        values = [run.newest(name) for run in self.finished]
         return [value for value in values if value is not None]
 
     def after_warmup(self, name: str) -> list[float]:
         """The values of a metric in all finished runs, without the first steps of each."""
         points = [point for run in self.finished for point in run.curves[name].items()]
-        return [value for step, value in points if step > WARMUP_STEPS]
+        return [value for step, value in points if step > UNTIMED_STEPS]
 
     def accepts(self, run: Run) -> bool:
         """Whether the run has the config of the others, no other data, and another seed."""

@@ -21,12 +21,14 @@ IMPLEMENTATION = (
     "deterministic",
     "device",
     "dtype",
+    "eval.attention_maps",
     "eval.attention_stats",
     "eval.every",
+    "eval.initial",
     "eval.sample.",
-    "flops_per_second",
-    "plan",
+    "parallel",
     "tf32",
+    "train.activation_checkpointing",
     "train.micro_batch_size",
     "world_size",
 )
@@ -119,8 +121,8 @@ def compare_losses(pairs: list[tuple[Run, Run]]) -> list[float]:
     Losses are in bits per byte, which variants with other tokenizers have in common. A run whose
     loss is infinite has no value.
     """
-    losses = [Variant(list(pair)).newest("val/bpb") for pair in pairs]
-    known = [pair for pair in losses if len(pair) == 2]
+    losses = [(run.newest("val/bpb"), other.newest("val/bpb")) for run, other in pairs]
+    known = [pair for pair in losses if None not in pair]
     if not known:
         return []
     baseline_mean = math.fsum(other for _, other in known) / len(known)

@@ -226,6 +226,7 @@ def export_run(folder: Path, mode: str, writer: int | None) -> None:
         folder,
         mode,
         x_axis="step",
+        group=folder.parent.name if is_sweep(folder.parent) else None,
         id=summary["wandb_id"],
         name=folder.name,
         job_type="train",

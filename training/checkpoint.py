@@ -19,12 +19,11 @@ from typing import Any
 
 from torch import nn
 
-from common.checkpoint_file import damaged, save_checkpoint
+from common.checkpoint_file import load_checkpoint, save_checkpoint
 from common.errors import TrainingFailed, UserError
 from common.files import atomic_writer
 from common.settings import describe_changes, flatten_dict, format_value
 from data.tokenizer import is_same_vocabulary
-from generation.load import load_model_checkpoint
 from model.config import GPTConfig
 from training.config import CheckpointConfig, RunConfig
 from training.run_folder import RunFolder
@@ -66,12 +65,10 @@ def load_last_checkpoint(run: RunFolder, state: TrainState, header: dict, dist: 
     processes find different checkpoints.
     """
     if run.resumes:
-        saved = load_model_checkpoint(run.last)
-        if saved["optimizer"] is None:
-            raise damaged(run.last, "it has no optimizer state, as best.pt")
+        saved = load_checkpoint(run.last)
         check_identity(run.folder, saved, header)
         state.load_state_dict(saved)
-        steps = math.ceil((state.step - state.model_step) / state.model_length)
+        steps = math.ceil((state.step - state.model_start_step) / state.length_factor)
         if steps > (state.config.steps or math.inf):
             message = f"{run.last} has finished step {state.step}; set train.steps={steps} or more"
             raise UserError(message)

@@ -26,8 +26,10 @@ MAX_STEPS = 10**12
 # a run overfits if this many evaluations in a row found no lower validation loss
 OVERFITTING_EVALS = 3
 # first steps of a process, excluded from medians: caches fill, and kernels are selected
-WARMUP_STEPS = 5
-FORWARD_SHARE = 1 / 3  # of the FLOPs of forward and backward passes
+UNTIMED_STEPS = 5
+FORWARD_SHARE = (
+    1 / 3
+)  # of the FLOPs of forward and backward passes; of the time, too, unless compiled
 STUDENT_LENGTH = 4  # steps of a student, as a multiple of the steps of a teacher
 TOO_LARGE_DECAY = "reverses the sign of the weights at each step; set less than 1 /"
 

@@ -37,6 +37,10 @@ class Evaluator:
     model: GPT
     wrapped_model: nn.Module  # the model as the loop calls it
 
+    def __post_init__(self) -> None:
+        bytes_of_token = token_bytes(self.loader.tokenizer)
+        self.bytes_of_token = torch.from_numpy(bytes_of_token).to(self.loader.device)
+
     def evaluate(self, state: TrainState) -> dict[str, Any]:
         """Evaluate the model, and record the loss in `state`. All processes call this method.
 
@@ -78,7 +82,6 @@ class Evaluator:
         B = self.runtime.micro_batch_size
         windows = min(self.config.windows or loader.val_windows, loader.val_windows)
         stride = loader.val_windows / windows
-        bytes_of_token = torch.from_numpy(token_bytes(loader.tokenizer)).to(loader.device)
         losses: list[Tensor] = []  # in nats, summed over the tokens of a batch
         counts = torch.zeros(2, dtype=torch.int64, device=loader.device)  # of tokens and bytes
         model.eval()
@@ -89,7 +92,7 @@ class Evaluator:
             with self.runtime.autocast():
                 losses.append(model(x, y, doc_ids=doc_ids, reduction="sum"))
             is_target = y >= 0
-            target_bytes = bytes_of_token[y.clamp(min=0)] * is_target
+            target_bytes = self.bytes_of_token[y.clamp(min=0)] * is_target
             counts += torch.stack([is_target, target_bytes]).sum(dim=(1, 2))
         model.train()
         # the losses are read from the device after the last window, and summed in float64

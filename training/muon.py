@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from common.process import without_dynamo
 from training.parallel import map_matrices
 
-# coefficients of the Newton-Schulz iteration, chosen so that small singular values grow fast
-A, B, C = 3.4445, -4.7750, 2.0315
+# a, b and c of the Newton-Schulz iteration, chosen so that small singular values grow fast
+NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 def orthogonalize(matrices: Tensor, steps: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -33,10 +33,11 @@ def orthogonalize(matrices: Tensor, steps: int, dtype: torch.dtype = torch.float
         return orthogonalize(matrices.mT, steps, dtype).mT
     X = matrices.to(dtype)
     X = X / (X.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    a, b, c = NS_COEFFICIENTS
     for _ in range(steps):
         S = X @ X.mT
-        polynomial = torch.baddbmm(S, S, S, beta=B, alpha=C)  # bS + cS^2
-        X = torch.baddbmm(X, polynomial, X, beta=A)
+        polynomial = torch.baddbmm(S, S, S, beta=b, alpha=c)  # bS + cS^2
+        X = torch.baddbmm(X, polynomial, X, beta=a)
     return X.type_as(matrices)
 
 
@@ -54,8 +55,8 @@ class Muon(Optimizer):
     def __init__(
         self,
         params: Iterable,
-        lr: float = 0.02,
-        momentum: float = 0.95,
+        lr: float,
+        momentum: float,
         weight_decay: float = 0.0,
         ns_steps: int = 5,
         dtype: torch.dtype = torch.float32,
@@ -78,8 +79,8 @@ class Muon(Optimizer):
                 if p.grad is not None:
                     by_shape[p.shape].append(p)
             for (rows, columns), params in by_shape.items():
-                # an orthogonal matrix with more rows than columns makes its outputs smaller than
-                # its inputs: undo this
+                # with more rows than columns, an orthogonal matrix spreads the norm of its inputs
+                # over more outputs: keep their root mean square instead
                 self._update(params, group, math.sqrt(max(1.0, rows / columns)))
 
     def _update(self, params: list[Tensor], group: dict, scale: float) -> None:

@@ -61,6 +61,8 @@ def build_muon(model: nn.Module, config: MuonConfig, dtype: torch.dtype) -> list
     )
     # An embedding gets gradients from few tokens of a batch, and the head from all of them.
     lr = {"lm_head": config.head_lr, "vectors": config.norm_lr}
+    # The n-gram table has most weights, and a row is for few places of the text: it would memorize
+    # them. A row of the other embeddings and of the head is used often.
     weight_decay = {"ngrams": config.ngram_weight_decay}
     groups = [
         {

@@ -111,9 +111,9 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def gather(tensor: Tensor) -> Tensor | None:
-    """Gather a tensor on the CPU of rank 0.
+    """Gather a DTensor on the CPU of rank 0. Other ranks must call this function, and get None.
 
-    Returns None on other ranks, which must also call this function.
+    Returns any other tensor as it is.
     """
     if not hasattr(tensor, "full_tensor"):
         return tensor

@@ -224,9 +224,11 @@ def select_values(config: RunConfig, preset: str) -> dict[str, Any]:
     may_have_teachers = (
         train.minutes is not None and train.init_from is None and train.patience is None
     )
-    values = dict(preset_values(preset, block_size, batch_size, may_have_teachers))
+    values = preset_values(preset, block_size, batch_size, may_have_teachers)
     if "model.n_embd" in set_keys and "model.n_head" in values:
-        values["model.n_head"] = max(1, config.model.n_embd // HEAD_DIM)
+        max_heads = max(1, config.model.n_embd // HEAD_DIM)
+        divisors = [n for n in range(1, max_heads + 1) if config.model.n_embd % n == 0]
+        values["model.n_head"] = divisors[-1]
     # steps of the user replace the epochs of a preset, and epochs its steps
     if config.train.epochs is not None:
         values["train.steps"] = None
@@ -262,7 +264,6 @@ def parse_preset(preset: str | None) -> tuple[float, float] | None:
     return float(match[1]), float(match[2])
 
 
-@cache
 def preset_values(
     preset: str,
     block_size: int | None = None,

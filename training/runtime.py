@@ -65,7 +65,7 @@ class Dist:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, the only process that writes files and prints."""
+        """Whether this is rank 0, the only process that writes the run folder and prints."""
         return self.rank == 0
 
     def connect(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -89,7 +89,7 @@ class Dist:
         self.all_reduce(0.0)
 
     def all_reduce(self, *values: float, op: str = "sum") -> list[float]:
-        """Reduce each number over all processes, in float64. op: sum, min or max."""
+        """Reduce each number over all processes, in float64. op: sum or max."""
         if self.world_size == 1:
             return list(values)
         numbers = torch.tensor(values, dtype=torch.float64)  # on the CPU: does not wait for the GPU

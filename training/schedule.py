@@ -20,7 +20,7 @@ class ScheduleConfig:
     warmup_steps: int = setting(10, 0, 10**12)
     # learning rate at the end, as a fraction of the peak
     final_fraction: float = setting(0.0, 0, 1)
-    # wsd: the part of the run in which the learning rate decays
+    # wsd: the part of the training in which the learning rate decays
     decay_fraction: float = setting(0.5, 0, 1)
 
     def rules(self, section: str) -> Iterator[Rule]:
@@ -56,8 +56,8 @@ SCHEDULES = {function.__name__: function for function in (cosine, linear, wsd)}
 def lr_scale(config: ScheduleConfig, step: int, progress: float, warmup_progress: float) -> float:
     """The learning rate of the next step, as a fraction of its peak: warmup, then the schedule.
 
-    step: finished steps.
-    progress: finished part of the run, 0 to 1 (TrainState.model_progress).
+    step: finished steps of the model.
+    progress: finished part of its training, 0 to 1 (TrainState.model_progress).
     warmup_progress: progress at the end of the warmup. The schedule starts from it at the peak.
     """
     if step < config.warmup_steps:

@@ -11,7 +11,7 @@ import torch
 
 from model.flops import flops_per_token
 from model.gpt import GPT
-from training.config import WARMUP_STEPS, RunConfig
+from training.config import UNTIMED_STEPS, RunConfig
 from training.runtime import Runtime
 
 MEASURED_SECONDS = 2.0  # for measuring the FLOP/s of a device
@@ -61,7 +61,7 @@ class Speed:
         steps = list(self.step_seconds)
         if not steps:
             return {}
-        return self._metrics(statistics.median(steps[WARMUP_STEPS:] or steps))
+        return self._metrics(statistics.median(steps[UNTIMED_STEPS:] or steps))
 
     def _metrics(self, seconds: float) -> dict:
         return {

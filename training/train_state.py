@@ -26,8 +26,8 @@ SAVED_FIELDS = (
     "evals_since_best",
     "unlogged",
     "planned_teachers",
-    "model_step",
-    "model_seconds",
+    "model_start_step",
+    "model_start_seconds",
 )
 
 
@@ -58,15 +58,15 @@ class TrainState:
     unlogged: dict = field(default_factory=dict)
     teachers: list[GPT] = field(default_factory=list)  # trained so far
     planned_teachers: int = 0  # train.n_teachers, or fewer if there is no time for all
-    model_step: int = 0  # step at which the current model started
-    model_seconds: float = 0.0  # training time at which the current model started
+    model_start_step: int = 0  # step at which the current model started
+    model_start_seconds: float = 0.0  # training time at which the current model started
     started: float = 0.0  # value of time.perf_counter() at which `seconds` would be 0
 
     def __post_init__(self) -> None:
         self.planned_teachers = self.config.n_teachers or 0
 
     @property
-    def model_length(self) -> int:
+    def length_factor(self) -> int:
         """Steps of the current model, as a multiple of train.steps."""
         return STUDENT_LENGTH if self.is_student else 1
 
@@ -81,13 +81,13 @@ class TrainState:
 
     def _used_limits(self, step: int, seconds: float) -> dict[str, float]:
         config = self.config
-        steps = (step - self.model_step) / self.model_length
+        steps = (step - self.model_start_step) / self.length_factor
         end = 60 * (config.minutes or math.inf)
-        time_limit = max(1e-9, end - self.model_seconds)
+        time_limit = max(1e-9, end - self.model_start_seconds)
         return {
             "train.steps": steps / (config.steps or math.inf),
             "train.epochs": steps / ((config.epochs or math.inf) * self.steps_per_epoch),
-            "train.minutes": (seconds - self.model_seconds) / time_limit,
+            "train.minutes": (seconds - self.model_start_seconds) / time_limit,
             "train.patience": float(self.evals_since_best >= (config.patience or math.inf)),
         }
 
@@ -99,7 +99,7 @@ class TrainState:
     @property
     def warmup_progress(self) -> float:
         """The model's progress at the end of its warmup, once that has ended."""
-        step = self.model_step + self.schedule.warmup_steps
+        step = self.model_start_step + self.schedule.warmup_steps
         return min(1.0, max(self._used_limits(step, self.warmup_seconds).values()))
 
     @property
@@ -131,7 +131,7 @@ class TrainState:
     @property
     def lr_scale(self) -> float:
         """The learning rate of the next step, as a fraction of its peak."""
-        steps = self.step - self.model_step
+        steps = self.step - self.model_start_step
         return lr_scale(self.schedule, steps, self.model_progress, self.warmup_progress)
 
     @property
@@ -155,7 +155,7 @@ class TrainState:
         often, because it has more steps.
         """
         is_later_teacher = 0 < len(self.teachers) < self.planned_teachers
-        is_regular = self.step % (every * self.model_length) == 0 and not is_later_teacher
+        is_regular = self.step % (every * self.length_factor) == 0 and not is_later_teacher
         return is_regular or self.model_progress >= 1
 
     @property
@@ -185,7 +185,7 @@ class TrainState:
         seconds = time.perf_counter() - self.started
         stopped, self.seconds = dist.all_reduce(signal_received, seconds, op="max")
         self.stopped = bool(stopped)
-        if self.step - self.model_step == self.schedule.warmup_steps:
+        if self.step - self.model_start_step == self.schedule.warmup_steps:
             self.warmup_seconds = self.seconds
         self._fit_teachers_into_time()
 
@@ -196,13 +196,16 @@ class TrainState:
         """
         if self.config.minutes is None or self.model_progress < 1 or self.is_student:
             return
-        steps = self.step - self.model_step
-        steps_after_warmup = max(1, steps - self.schedule.warmup_steps)
-        seconds = max(1e-9, self.seconds - self.warmup_seconds)
-        model_seconds = steps * seconds / steps_after_warmup
+        steps = self.step - self.model_start_step
+        warmup_steps = self.schedule.warmup_steps
+        start = self.warmup_seconds
+        if steps <= warmup_steps:  # the model has ended in its warmup: count all of it
+            warmup_steps = 0
+            start = self.model_start_seconds
+        seconds_per_step = max(1e-9, self.seconds - start) / (steps - warmup_steps)
         seconds_left = 60 * self.config.minutes - self.seconds
         trained = len(self.teachers) + 1
-        fitting = self.config.fit_teachers(trained + seconds_left / model_seconds)
+        fitting = self.config.fit_teachers(trained + seconds_left / (steps * seconds_per_step))
         self.planned_teachers = max(fitting, trained) if trained > 1 else fitting
 
     def start_next_model(self, seed: int) -> None:
@@ -219,8 +222,8 @@ class TrainState:
             load_weights(model, GPT(model.config, model.vocab_size).state_dict())
         for optimizer in self.optimizers:
             optimizer.state.clear()
-        self.model_step = self.step
-        self.model_seconds = self.seconds
+        self.model_start_step = self.step
+        self.model_start_seconds = self.seconds
         self.warmup_seconds = self.seconds  # until the end of the warmup, if there is one
 
     def record_evaluation(self, val_loss: float, val_bpb: float) -> None:
@@ -278,4 +281,6 @@ class TrainState:
         self.teachers = [make_teacher(self.model, weights) for weights in of_teachers]
         if self.is_student:
             turn_off_weight_decay(self.optimizers)
-        self._fit_teachers_into_time()  # more, if train.minutes was raised
+        if not self.teachers:  # there was no time for any, but train.minutes may have been raised
+            self.planned_teachers = self.config.n_teachers or 0
+        self._fit_teachers_into_time()

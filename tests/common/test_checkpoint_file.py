@@ -57,13 +57,6 @@ def test_damaged_checkpoint_is_refused(tmp_path, damage):
         load_checkpoint(path)
 
 
-def test_git_lfs_pointer_is_refused(tmp_path):
-    path = tmp_path / "last.pt"
-    path.write_text("version https://git-lfs.github.com/spec/v1\n", encoding="utf-8")
-    with pytest.raises(UserError, match=r"last.pt is a Git LFS pointer; .* git lfs pull"):
-        load_checkpoint(path)
-
-
 def test_full_disk_leaves_the_previous_checkpoint_and_no_other_file(tmp_path):
     """torch itself raises a RuntimeError."""
     path = tmp_path / "last.pt"

@@ -106,13 +106,6 @@ def test_job_is_a_run_in_the_folder_of_the_sweep(workdir):
     assert parse_config("train", "", job.arguments).name == "sweeps/s/attention=naive"
 
 
-@pytest.mark.parametrize(("words", "group"), [([], "s"), (["wandb.group=mine"], "mine")])
-def test_wandb_group_of_a_job_is_the_sweep_or_the_one_of_the_user(words, group, workdir):
-    job, _ = start_sweep("seed=1,2", *words)
-    assert job.config["wandb"]["group"] == group
-    assert parse_config("train", "", job.arguments).wandb.group == group
-
-
 @pytest.mark.parametrize(
     ("before", "after", "names"),
     [
@@ -240,7 +233,7 @@ def test_sweep_without_a_name_gets_a_new_folder(workdir):
             ("is too long", "sweep fewer keys"),
         ),
         ([*SWEEP, "--cfg", "job"], ("--cfg", "remove -m")),
-        ([*SWEEP, "plan=true"], ("plan=true", "remove -m")),
+        ([*SWEEP, "plan=True"], ("plan=true", "remove -m")),
         ([*SWEEP, "hydra.launcher.partition=gpu"], ("hydra.launcher.partition",)),
         (["-m", "optimizer.lr=interval(0,1)"], ("several values",)),
     ],

@@ -107,13 +107,6 @@ def test_missing_file_is_refused_with_its_name(exported, file):
         read_folder(exported)
 
 
-@pytest.mark.parametrize("file", ["tokenizer.json", "model.safetensors"])
-def test_git_lfs_pointer_is_refused_with_its_name(exported, file):
-    (exported / file).write_text("version https://git-lfs.github.com/spec/v1\n", encoding="utf-8")
-    with pytest.raises(UserError, match=rf"^\S*{file} is a Git LFS pointer; .* git lfs pull"):
-        read_folder(exported)
-
-
 @pytest.mark.parametrize("changed", [{"n_layer": 3}, {"n_embd": 64}], ids=str)
 def test_weights_of_another_model_are_refused(exported, changed):
     change_json(exported / "config.json", **changed)

@@ -44,7 +44,8 @@ def test_added_metric_of_steps_is_a_median_without_warmup(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    ("name", "key"), [("val/loss", "last_val_loss"), ("step_ms", "step_ms"), ("flops", "flops")]
+    ("name", "key"),
+    [("val/loss", "last_val_loss"), ("step_ms", "step_ms"), ("n_teachers", "n_teachers")],
 )
 def test_summary_has_the_newest_value(tmp_path, name, key):
     assert summary_key(name) == key

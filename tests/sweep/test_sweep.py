@@ -215,7 +215,7 @@ def test_wandb_runs_of_a_sweep_are_in_one_folder_and_in_one_group(refusing_sweep
     runs = read_offline_runs(Path("runs/sweeps/s"))
     job_types = {name: run.run["job_type"] for name, run in runs.items()}
     assert job_types == {"attention=sdpa": "train", "s comparison": "compare"}
-    assert {run.run["run_group"] for run in runs.values()} == {"s"}
+    assert {run.run["run_group"] for run in runs.values()} == {"s"}  # also of the jobs
     assert "\nupload   wandb sync runs/sweeps/s/wandb\n" in refusing_sweep.out
 
 

@@ -5,7 +5,7 @@ import torch
 
 from training.speed import (
     GPU_PEAK,
-    WARMUP_STEPS,
+    UNTIMED_STEPS,
     Speed,
     peak_flops,
     time_calls,
@@ -47,7 +47,7 @@ def test_median_excludes_warmup_steps_if_there_are_others(speed, run_step):
     assert speed.median() == {}
     run_step(9.0)
     assert speed.median()["step_ms"] == 9000.0
-    for seconds in [9.0] * (WARMUP_STEPS - 1) + [0.5, 1.0, 2.0]:
+    for seconds in [9.0] * (UNTIMED_STEPS - 1) + [0.5, 1.0, 2.0]:
         run_step(seconds)
     assert speed.median() == {"step_ms": 1000.0, "tokens_per_second": 100.0, "mfu": 0.2}
     speed.step_seconds.extend([0.25] * 1000)  # a long run has the median of its last steps

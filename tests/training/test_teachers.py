@@ -242,6 +242,27 @@ def test_time_of_a_slow_first_step_is_not_expected_of_other_models(first_step, c
     assert roles[-1] == ", student"
 
 
+@pytest.mark.parametrize("warmup_steps", [4, 9])
+def test_teacher_that_ends_in_its_warmup_counts_completely(warmup_steps, clock):
+    """A model needs 4 seconds, and there is time for 4 models and their student."""
+    state = make_state(steps=4, minutes=2.0, n_teachers=4)
+    state.schedule.warmup_steps = warmup_steps
+    roles = [role for role, _ in train_to_the_end(state, clock)]
+    assert len(roles) == (4 + STUDENT_LENGTH) * 4
+    slow = make_state(steps=4, minutes=4 * 3.1 / 60, n_teachers=4)
+    slow.schedule.warmup_steps = warmup_steps
+    assert len(train_to_the_end(slow, clock)) == 4
+
+
+def test_run_whose_time_was_over_in_its_first_teacher_plans_teachers_again(clock):
+    state = make_state(steps=4, minutes=3 / 60, n_teachers=4)
+    train_to_the_end(state, clock)
+    assert (state.step, state.planned_teachers) == (3, 0)
+    resumed = make_state(steps=4, minutes=1.0, n_teachers=4)
+    resumed.load_state_dict(state.state_dict())
+    assert resumed.role == ", teacher 1 of 4"
+
+
 def test_student_of_two_teachers_gets_what_the_second_one_has_left_of_the_time(clock):
     """The first teacher needs 4 seconds, the second one 40."""
     state = make_state(steps=4, minutes=0.9, n_teachers=8)
@@ -345,15 +366,15 @@ def test_checkpoint_restores_teachers_and_the_start_of_the_model(state):
     state.start_next_model(seed=1)
     restored = make_state(steps=4)
     restored.load_state_dict(state.state_dict())
-    assert (restored.model_step, restored.role) == (4, ", teacher 2 of 2")
-    assert restored.model_seconds == state.model_seconds
+    assert (restored.model_start_step, restored.role) == (4, ", teacher 2 of 2")
+    assert restored.model_start_seconds == state.model_start_seconds
     assert torch.equal(weights_of(restored.teachers[0]), weights_of(state.teachers[0]))
 
 
 def test_checkpoint_of_an_earlier_version_has_no_teachers():
     state = make_state(steps=4, n_teachers=None)
     saved = state.state_dict()
-    for key in ("teachers", "planned_teachers", "model_step", "model_seconds"):
+    for key in ("teachers", "planned_teachers", "model_start_step", "model_start_seconds"):
         del saved[key]
     state.load_state_dict(saved)
     assert state.teachers == []
