@@ -8,7 +8,6 @@ import torch
 from helpers import sampling
 from model_helpers import GPT2, make_model, random_tokens
 
-from common.checkpoint_file import FORMAT
 from common.errors import UserError
 from generation.config import LoadConfig
 from generation.engine import Prompt, generate
@@ -65,22 +64,8 @@ def test_model_from_weights_has_a_tied_head():
     assert model.lm_head.weight is model.wte.weight
 
 
-MODEL = {"model_config": GPT2, "vocab_size": 50, "model": make_model(GPT2).state_dict()}
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        [1],
-        torch.ones(2),
-        {"format": FORMAT},
-        MODEL | {"format": FORMAT, "model": {}},
-        MODEL | {"format": FORMAT, "vocab_size": 70_000},
-        MODEL | {"format": FORMAT, "model_config": [1]},
-    ],
-    ids=["list", "tensor", "no model", "no weights", "other shapes", "other types"],
-)
-def test_file_without_a_complete_model_is_refused(content, workdir):
+@pytest.mark.parametrize("content", [[1], torch.ones(2)], ids=["list", "tensor"])
+def test_file_that_is_no_checkpoint_is_refused(content, workdir):
     path = Path("runs/a/checkpoints/best.pt")
     path.parent.mkdir(parents=True)
     torch.save(content, path)

@@ -52,7 +52,7 @@ def test_matrices_of_one_shape_are_orthogonalized_independently(count):
 
 def test_parameter_without_a_gradient_does_not_change():
     p = torch.nn.Parameter(torch.ones(2, 3))
-    Muon([p], weight_decay=0.5).step()
+    Muon([p], lr=0.02, momentum=0.95, weight_decay=0.5).step()
     assert torch.equal(p, torch.ones(2, 3))
 
 
