@@ -105,13 +105,6 @@ def read_file(
         raise UserError(f"{path} cannot be read ({reason}); {advice}") from None
 
 
-def refuse_lfs_pointer(path: str | Path) -> None:
-    """Raise UserError if Git LFS has not downloaded a file: a short text is in its place."""
-    with open(path, "rb") as file:
-        if file.read(100).startswith(b"version https://git-lfs.github.com/spec/"):
-            raise UserError(f"{path} is a Git LFS pointer; download the file with git lfs pull")
-
-
 def read_text(path: str) -> str:
     """Read a text file in UTF-8, without its byte order mark. Line ends do not change.
 

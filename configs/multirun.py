@@ -121,10 +121,10 @@ def make_jobs(words: list[str], config_dir: str | None) -> list[Job]:
     products = itertools.product(*(values[key] for key in keys))
     combinations = [dict(zip(keys, product, strict=True)) for product in products]
     all_words = [list_words(texts) for texts in combinations]
-    # choose_preset measures the speed once
-    configs = [choose_preset(compose_config("train", job, config_dir)) for job in all_words]
-    if any(config.plan for config in configs):
+    composed = [compose_config("train", job, config_dir) for job in all_words]
+    if any(config.plan for config in composed):
         raise UserError("plan=true describes one run; remove -m, and set single values")
+    configs = [choose_preset(config) for config in composed]  # measures the speed once
     if has_automatic_seeds(words):
         seeds = range(1, configs[0].sweep.max_seeds + 1)
         configs = [replace(config, seed=seed) for seed in seeds for config in configs]

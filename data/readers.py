@@ -21,7 +21,6 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from common.errors import UserError
-from common.files import refuse_lfs_pointer
 from common.settings import unescape
 from data.config import DataConfig
 from data.sources import COMPRESSED, CSV_OPTIONS, Source, is_remote, is_table, suffix
@@ -277,7 +276,9 @@ def _import_datasets() -> Any:
 def _download(file: str) -> str:
     """The path of a file. A URL is downloaded into the cache of `datasets`. Raises UserError."""
     if not is_remote(file):
-        refuse_lfs_pointer(file)
+        with open(file, "rb") as stream:
+            if stream.read(100).startswith(b"version https://git-lfs.github.com/spec/"):
+                raise UserError(f"{file} is a Git LFS pointer; download the file with git lfs pull")
         return file
     from aiohttp import ClientTimeout
 

@@ -60,6 +60,10 @@ class Tokenizer(tiktoken.Encoding):
             start_token = special.get(END_OF_TEXT, ranks.get(b"\n", 0))
         self.start_token = start_token
 
+    def __reduce__(self) -> tuple:
+        """Pickle and copy the spec."""
+        return from_spec, (to_spec(self) | {"start": self.start_token},)
+
 
 def char(texts: Iterable[str], vocab_size: int | None) -> tuple[str, list[bytes]]:
     """One token per distinct character, in code point order."""

@@ -116,7 +116,7 @@ def _summarize(variant: Variant, name: str) -> Value:
     if how == MEDIAN:
         return estimate_median(variant.newest(name))
     if how == STEP_MEDIAN:
-        return estimate_median(variant.after_warmup(name))
+        return estimate_median(variant.timed(name))
     return _join_distinct(run.summary.get(name) for run in variant.runs)
 
 

@@ -102,7 +102,7 @@ class Variant:
         values = [run.newest(name) for run in self.finished]
         return [value for value in values if value is not None]
 
-    def after_warmup(self, name: str) -> list[float]:
+    def timed(self, name: str) -> list[float]:
         """The values of a metric in all finished runs, without the first steps of each."""
         points = [point for run in self.finished for point in run.curves[name].items()]
         return [value for step, value in points if step > UNTIMED_STEPS]

@@ -27,9 +27,8 @@ MAX_STEPS = 10**12
 OVERFITTING_EVALS = 3
 # first steps of a process, excluded from medians: caches fill, and kernels are selected
 UNTIMED_STEPS = 5
-FORWARD_SHARE = (
-    1 / 3
-)  # of the FLOPs of forward and backward passes; of the time, too, unless compiled
+# of a forward pass in the FLOPs of both passes, and in their time, unless they are compiled
+FORWARD_SHARE = 1 / 3
 STUDENT_LENGTH = 4  # steps of a student, as a multiple of the steps of a teacher
 TOO_LARGE_DECAY = "reverses the sign of the weights at each step; set less than 1 /"
 

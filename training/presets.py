@@ -227,8 +227,10 @@ def select_values(config: RunConfig, preset: str) -> dict[str, Any]:
     values = preset_values(preset, block_size, batch_size, may_have_teachers)
     if "model.n_embd" in set_keys and "model.n_head" in values:
         max_heads = max(1, config.model.n_embd // HEAD_DIM)
-        divisors = [n for n in range(1, max_heads + 1) if config.model.n_embd % n == 0]
-        values["model.n_head"] = divisors[-1]
+        # rotary positions need an even number of channels per head
+        values["model.n_head"] = max(
+            n for n in range(1, max_heads + 1) if config.model.n_embd % (2 * n) == 0 or n == 1
+        )
     # steps of the user replace the epochs of a preset, and epochs its steps
     if config.train.epochs is not None:
         values["train.steps"] = None

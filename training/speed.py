@@ -54,7 +54,7 @@ class Speed:
         return self._metrics(seconds)
 
     def median(self) -> dict:
-        """Metrics of the median step, without warmup steps if there are others.
+        """Metrics of the median step, without the first steps if there are others.
 
         Empty before the first step.
         """

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import signal
 import threading
 from dataclasses import replace
@@ -77,6 +78,13 @@ def test_bpe_joins_frequent_characters_up_to_the_size_of_the_vocabulary():
     tokenizer = build(CATS, replace(BPE, vocab_size=270))
     assert tokenizer.n_vocab == 270  # including the end-of-text token
     assert len(encode(tokenizer, CATS[0])) < len(CATS[0]) / 2
+
+
+def test_copy_has_the_ids_and_the_start_token():
+    tokenizer = build(["ab", "c"], CHAR)
+    copied = pickle.loads(pickle.dumps(tokenizer))
+    assert copied.encode("cab") == tokenizer.encode("cab")
+    assert copied.start_token == 3  # the end-of-text token
 
 
 @pytest.mark.parametrize("count", [280, 1000])

@@ -170,7 +170,7 @@ def test_unfinished_run_may_have_damaged_metrics(tmp_path):
     killed = write_run(tmp_path / "killed", status="running")
     (killed / "metrics.jsonl").write_text('{"step": 4, "trai', encoding="utf-8")
     (variant,) = read_variants([killed])
-    assert variant.after_warmup("step_ms") == []
+    assert variant.timed("step_ms") == []
 
 
 @pytest.mark.parametrize("name", ["nowhere", "."])

@@ -32,7 +32,7 @@ CONSTANT_THEN_FALLS = [1.0] * 50 + [1 - i / 50 for i in range(50)]
 
 
 @pytest.mark.parametrize(
-    ("config", "after_warmup"),
+    ("config", "timed"),
     [
         (ScheduleConfig("linear", 10, final_fraction=0.2), FALLS_TO_20_PERCENT),
         (ScheduleConfig("wsd", 10, final_fraction=0.0, decay_fraction=0.5), CONSTANT_THEN_FALLS),
@@ -40,9 +40,9 @@ CONSTANT_THEN_FALLS = [1.0] * 50 + [1 - i / 50 for i in range(50)]
     ],
     ids=["linear", "wsd", "wsd without decay"],
 )
-def test_schedule_follows_its_warmup(config, after_warmup):
+def test_schedule_follows_its_warmup(config, timed):
     fractions = [lr_scale(config, i, i / 110, 10 / 110) for i in range(110)]
-    assert fractions == pytest.approx(WARMUP + after_warmup)
+    assert fractions == pytest.approx(WARMUP + timed)
 
 
 @settings(max_examples=50)
