@@ -43,14 +43,15 @@ PRESETS = {
 
 # Presets with FLOPs: 2.5e12 to 1.6e14 are 15 s and 1, 2, 5 and 20 minutes on two CPU cores, 1e19 is
 # the training of GPT-2 124M.
-# A table has a row for each of TEXT_BYTES and a column for each of FLOPS.
+# A table has a row for each of TEXT_BYTES and a column for each of FLOPS. For 1 MB, 1.6e13 FLOPs
+# are one larger model, because they are too few for teachers, and 4e13 are several smaller ones.
 TEXT_BYTES = (2e4, 1e5, 1e6, 1e7, 1e10)
 FLOPS = (1e11, 5e11, 2.5e12, 1e13, 1.6e13, 4e13, 1.6e14, 1e19)
 TABLES = {
     "n_layer": (
         (1, 1, 1, 1, 1, 1, 1, 1),
         (1, 1, 3, 3, 3, 3, 4, 4),
-        (1, 1, 1, 2, 2, 3, 4, 8),
+        (1, 1, 1, 2, 4, 3, 4, 8),
         (1, 1, 1, 2, 2, 3, 4, 12),
         (1, 1, 1, 2, 2, 3, 4, 12),
     ),
@@ -58,14 +59,14 @@ TABLES = {
     "n_head": (
         (2, 2, 2, 2, 2, 2, 2, 2),
         (1, 2, 3, 3, 3, 3, 4, 4),
-        (1, 1, 2, 3, 2, 3, 4, 8),
+        (1, 1, 2, 3, 4, 3, 4, 8),
         (1, 1, 2, 2, 2, 3, 4, 12),
         (1, 1, 2, 2, 2, 3, 4, 12),
     ),
     "vocab_size": (
         (288, 288, 288, 288, 288, 288, 288, 288),
         (640, 640, 640, 640, 640, 640, 640, 640),
-        (640, 768, 1024, 1024, 1024, 1024, 2048, 2048),
+        (640, 768, 1024, 1024, 1024, 1024, 1024, 2048),
         (640, 768, 1024, 2048, 2048, 2048, 3072, 8192),
         (640, 768, 1024, 2048, 2048, 2048, 3072, 32768),
     ),

@@ -59,8 +59,9 @@ def test_values_are_valid(text_bytes, flops):
         ("1e5-4e13", 3, 640, 8 * 128, 4, 0.01, 24),
         ("1e5-1.6e14", 4, 640, 8 * 128, 4, 0.01, 24),
         ("1e6-1e13", 2, 1024, 32 * 128, 3, 0.01, 10),
-        ("1e6-1.6e13", 2, 1024, 32 * 128, 3, 0.01, 10),
+        ("1e6-1.6e13", 4, 1024, 32 * 128, 3, 0.01, 10),
         ("1e6-4e13", 3, 1024, 32 * 128, 3, 0.01, 10),
+        ("1e6-1.6e14", 4, 1024, 32 * 128, 3, 0.01, 10),
         ("1e7-1.6e14", 4, 3072, 64 * 128, 4, 0.007, 4),
         ("1e10-1e19", 12, 32768, 512 * 1024, 4, 0.005, 100),
     ],
@@ -79,8 +80,14 @@ def test_values_of_measured_presets(
 
 @pytest.mark.parametrize(
     ("preset", "has_teachers"),
-    [("1.0e5-5.0e11", False), ("1.0e5-4.0e13", True), ("1.0e7-4.0e13", False)],
-    ids=["no time", "short text", "long text"],
+    [
+        ("1.0e5-5.0e11", False),
+        ("1.0e5-4.0e13", True),
+        ("1.0e6-1.6e13", False),
+        ("1.0e6-4.0e13", True),
+        ("1.0e7-4.0e13", False),
+    ],
+    ids=["no time", "100 kB", "1 MB, no time", "1 MB", "long text"],
 )
 def test_short_text_has_teachers_if_there_is_time(preset, has_teachers):
     assert (preset_values(preset)["train.n_teachers"] is not None) == has_teachers
