@@ -322,7 +322,7 @@ def test_steps_replace_the_epochs_of_a_preset(text):
         ("model.n_embd=256", "model", "n_embd", 256),
         ("model.n_embd=256", "model", "n_head", 4),
         ("model.n_embd=200", "model", "n_head", 2),  # 3 heads do not divide it
-        ("model.n_embd=130", "model", "n_head", 1),  # 2 heads would have 65 channels
+        ("model.n_embd=260", "model", "n_head", 2),  # 4 heads would have 65 channels
         ("train.epochs=0.5", "train", "epochs", 0.5),
     ],
 )
