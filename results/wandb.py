@@ -313,8 +313,6 @@ def export_bench(folder: Path, mode: str) -> None:
 
 def export_comparison(folder: Path, mode: str) -> None:
     """Export a comparison. The comparison of a sweep that is continued is the same wandb run."""
-    import wandb
-
     _, summary = read_run(folder)
     sweep_id = summary.get("wandb_id") if is_sweep(folder) else None
     rows = read_table(folder / "comparison.csv")
@@ -333,8 +331,6 @@ def export_comparison(folder: Path, mode: str) -> None:
     for row in rows:
         run.summary.update(name_columns(row, "{variant}"))  # single numbers need no panels
     run.log(to_media({"table": table, "picture": "comparison.png"}, folder))
-    times = wandb.Table(["variant", "step_ms"], [[row["variant"], row["step_ms"]] for row in rows])
-    run.log({"step_ms": wandb.plot.bar(times, "variant", "step_ms", "time per step, ms")})
     run.finish()
 
 

@@ -60,7 +60,9 @@ def test_extended_run_is_bit_identical_to_a_longer_run(train, optimizer, dtype, 
     assert train("name=whole", "train.steps=9", *settings) == 0
     assert train("name=parts", *settings) == 0
     assert train("name=parts", "train.steps=9", *settings) == 0
-    assert "runs/parts, resumed from step 6" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "runs/parts, resumed from step 6" in printed
+    assert "changed  train.steps=6 (now 9)\n" in printed
     assert_same_run("whole", "parts")
 
 

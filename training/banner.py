@@ -93,6 +93,8 @@ def format_epochs(epochs: float) -> str:
 def describe_finished_run(run: RunFolder, state: TrainState) -> str:
     """A line for a run that an earlier process has finished."""
     reached = [setting for setting, used in state.used_limits.items() if used >= 1]
+    if state.config.n_teachers and not state.planned_teachers:  # there was no time for them
+        reached = ["train.minutes"]
     return (
         f"{run.folder} is finished at step {state.step}; "
         f"set a larger {' and '.join(reached)}, or another name"

@@ -20,6 +20,7 @@ from typing import Any
 from torch import nn
 
 from common.checkpoint_file import load_checkpoint, save_checkpoint
+from common.console import print_text
 from common.errors import TrainingFailed, UserError
 from common.files import atomic_writer
 from common.settings import describe_changes, flatten_dict, format_value
@@ -67,6 +68,9 @@ def load_last_checkpoint(run: RunFolder, state: TrainState, header: dict, dist: 
     if run.resumes:
         saved = load_checkpoint(run.last)
         check_identity(run.folder, saved, header)
+        changes = describe_changes(flatten_dict(saved["config"]), flatten_dict(header["config"]))
+        if changes:
+            print_text(f"changed  {', '.join(changes.values())}")
         state.load_state_dict(saved)
         steps = math.ceil((state.step - state.model_start_step) / state.length_factor)
         if steps > (state.config.steps or math.inf):

@@ -108,7 +108,6 @@ class RunLogger(AbstractContextManager):
     def _print_evaluation(self, metrics: dict[str, Any]) -> None:
         """Print the validation loss, the sample, and a warning if the loss no longer falls."""
         state = self.state
-        patience = self.config.train.patience
         loss = f"validation loss {metrics['val/loss']:.4f}, {metrics['val/bpb']:.3f} bits per byte"
         best = ", the best so far" if state.is_best and state.step > 0 else ""
         self.bar.print_text(f"step {state.step}{state.role}: {loss}{best}", style="bold")
@@ -119,7 +118,9 @@ class RunLogger(AbstractContextManager):
             text = margin + f"\n{margin}".join(first_lines)
             self.bar.print_text(text, margin, style="dim")
         if self.config.train.n_teachers is not None and state.planned_teachers == 0:
-            self.bar.print_text("train.minutes has no time for two teachers and a student")
+            self.bar.print_text(
+                "train.minutes has no time for two teachers and a student: this model is the result"
+            )
         # without a best step, no validation loss was finite
         if state.evals_since_best == OVERFITTING_EVALS and state.best_step is not None:
             advice = "start another run with a lower optimizer.lr"
@@ -131,9 +132,10 @@ class RunLogger(AbstractContextManager):
                 f"{advice}",
                 style="bold yellow",
             )
-        if state.evals_since_best == patience:
+        if state.evals_since_best == self.config.train.patience:
             self.bar.print_text(
-                f"stopping: train.patience={patience} evaluations without a lower loss"
+                f"stopping: train.patience={state.evals_since_best} evaluations "
+                "without a lower loss"
             )
 
     def flush(self) -> None:

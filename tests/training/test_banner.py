@@ -174,6 +174,15 @@ def test_finished_run_names_the_settings_that_ended_it(settings, advice):
     assert advice in printed
 
 
+def test_finished_run_that_had_no_time_for_teachers_needs_minutes():
+    """More steps would let its model memorize the text."""
+    config = TrainConfig(steps=9, minutes=1, n_teachers=8)
+    state = TrainState(config, ScheduleConfig(), None, [], None, step=9, seconds=30.0)
+    state.planned_teachers = 0
+    printed = describe_finished_run(SimpleNamespace(folder=Path("runs/a")), state)
+    assert "set a larger train.minutes, or another name" in printed
+
+
 RESULTS = {
     "name": "a",
     "step": 6,
