@@ -43,7 +43,8 @@ def main(config: ExportConfig) -> int:
     with new_folder(out) as unfinished:
         write_folder(unfinished, checkpoint, model_type, DTYPES[config.dtype])
         write_card(unfinished, run, checkpoint)
-    print(f"{path} -> {out}\nnext     {PYTHON} sample.py run=hf:{out}")
+    print(f"{path} -> {out}")
+    print(f"next     {PYTHON} sample.py run=hf:{out}, or see {out / 'README.md'} for transformers")
     return 0
 
 

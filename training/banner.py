@@ -72,7 +72,7 @@ def _describe_length(config: RunConfig, summary: dict[str, Any], train_tokens: i
         if train.minutes is None:
             length += f", for each of {train.n_teachers} teachers, and more for their student"
         else:
-            length += f", with up to {train.n_teachers} teachers and a student"
+            length += f", with up to {train.n_teachers} teachers and a student if the time allows"
     return length
 
 
