@@ -46,6 +46,12 @@ def start_process() -> None:
     if "OMP_WAIT_POLICY" not in os.environ:
         # idle threads of GNU's OpenMP wait instead of poll; torch reads it when it is imported
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    # Daemons close the standard streams. No file of a run may get their descriptors, 0 to 2.
+    while os.open(os.devnull, os.O_RDWR) <= 2:
+        pass
+    # None is a closed stream
+    sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (stays open)
+    sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # not in a notebook
             stream.reconfigure(errors="backslashreplace")  # characters that a terminal cannot show

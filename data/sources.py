@@ -203,12 +203,19 @@ def _list_files(path: str) -> list[str]:
         found = [
             str(file)
             for file in Path(path).rglob("*")  # does not follow linked folders
-            if suffix(file.name) in FOLDER_SUFFIXES and "/." not in f"/{file.relative_to(path)}"
+            if (suffix(file.name) in FOLDER_SUFFIXES or file.is_dir())
+            and "/." not in f"/{file.relative_to(path)}"
         ]
     else:
         found = [file for file in glob.glob(path, recursive=True) if not os.path.isdir(file)]
     outputs = tuple(f"{os.path.realpath(folder)}/" for folder in OUTPUT_FOLDERS)
     found = [file for file in found if not os.path.realpath(file).startswith(outputs)]
+    for file in found:
+        if not os.access(file, os.R_OK):
+            raise UserError(
+                f"{file} cannot be read; change its permissions, restore the file that it links "
+                "to, or set a pattern without it"
+            )
     return sorted(filter(os.path.isfile, found), key=_split_numbers)
 
 

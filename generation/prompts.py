@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 import sys
+from contextlib import suppress
 
 from common.console import print_text, show
 from common.errors import UserError
@@ -71,8 +72,8 @@ def continue_typed_lines(
 
     Ctrl-C ends a sample. Ctrl-D, or the end of the input, ends the function.
     """
-    import readline  # noqa: F401 (line editing with the arrow keys)
-
+    with suppress(ImportError):  # Windows has no readline
+        import readline  # noqa: F401 (line editing with the arrow keys)
     # UTF-8 in any locale, without a byte order mark. newline=None: a line can end with \r\n.
     sys.stdin.reconfigure(encoding="utf-8-sig", errors="surrogateescape", newline=None)
     mark = "> " if sys.stdin.isatty() else ""

@@ -67,6 +67,8 @@ def load_last_checkpoint(run: RunFolder, state: TrainState, header: dict, dist: 
     """
     if run.resumes:
         saved = load_checkpoint(run.last)
+        if saved["optimizer"] is None:
+            raise UserError(f"{run.last} has no optimizer state, as best.pt; restore it")
         check_identity(run.folder, saved, header)
         changes = describe_changes(flatten_dict(saved["config"]), flatten_dict(header["config"]))
         if changes:

@@ -242,6 +242,11 @@ def test_optimizers_do_not_import_dynamo():
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
+def test_command_runs_with_closed_streams():
+    command = f"{sys.executable} {ROOT}/compare.py missing <&- >&- 2>&-"
+    assert subprocess.run(command, shell=True).returncode == 2
+
+
 def test_command_runs_without_docstrings():
     command = [sys.executable, "-OO", ROOT / "sample.py", "--help"]
     assert b"attention=" in subprocess.run(command, check=True, capture_output=True).stdout

@@ -120,6 +120,20 @@ def test_files_with_equal_numbers_are_sorted_by_name(workdir, monkeypatch):
     assert find_files("c/*", "data.path") == files
 
 
+@pytest.mark.parametrize("path", ["c", "c/*.txt", "c/b.txt"])
+def test_link_to_a_missing_file_is_refused(workdir, path):
+    Path(write_file("c/a.txt", "text")).with_name("b.txt").symlink_to("missing.txt")
+    with pytest.raises(UserError, match=r"^c/b.txt cannot be read; .* pattern"):
+        find_files(path, "data.path")
+
+
+def test_subfolder_that_cannot_be_read_is_refused(folder, monkeypatch):
+    """Permissions are simulated, because root can read every folder."""
+    monkeypatch.setattr("os.access", lambda file, mode: Path(file).name != "deep")
+    with pytest.raises(UserError, match=r"^b/deep cannot be read; change its permissions"):
+        find_files("b", "data.path")
+
+
 def test_outputs_are_not_read(folder):
     assert load_documents(".") == [*IN_FOLDER, "other/y.txt"]
 

@@ -329,3 +329,11 @@ def test_files_of_later_steps_are_removed_and_no_other_files(run, state, file, s
 def test_only_rank_0_removes_files(run, state):
     run.is_main = False
     assert remove_rows(run, state, 1, *ROWS, "") == [0, 1, 2, 3]
+
+
+def test_copy_of_best_pt_is_not_resumed(run, state, checkpoints):
+    state.record_evaluation(2.0, 3.0)
+    save_steps(state, checkpoints, 0)
+    run.resumes = bool(run.best.rename(run.last))
+    with pytest.raises(UserError, match=r"last.pt has no optimizer state"):
+        load_last_checkpoint(run, state, HEADER, Dist())
