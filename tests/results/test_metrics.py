@@ -43,6 +43,11 @@ def test_added_metric_of_steps_is_a_median_without_warmup(tmp_path, monkeypatch)
     assert compare_rows([run])[0]["grad_norm"].value == 7.5
 
 
+def test_number_of_teachers_is_compared(tmp_path):
+    """A run has its final number only at its end."""
+    assert compare_rows([write_run(tmp_path / "a", n_teachers=2)])[0]["n_teachers"].value == 2
+
+
 @pytest.mark.parametrize(
     ("name", "key"),
     [("val/loss", "last_val_loss"), ("step_ms", "step_ms"), ("n_teachers", "n_teachers")],

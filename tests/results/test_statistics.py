@@ -11,6 +11,7 @@ from results.compare import Row
 from results.metrics import Value
 from results.statistics import (
     EFFECT_VARIANCE,
+    computes_same_function,
     estimate_difference,
     estimate_mean,
     estimate_median,
@@ -300,3 +301,21 @@ def test_at_most_5_percent_of_sequences_exclude_the_true_mean_at_any_look():
         looks = [estimate_difference(sequence[:count]) for count in range(3, 11)]
         num_wrong += any(look.low > 0 or look.high < 0 for look in looks)
     assert 0 < num_wrong <= 44
+
+
+@pytest.mark.parametrize(
+    ("change", "is_same"),
+    [
+        ({"attention.backend": "naive"}, True),
+        ({"parallel": "fsdp"}, True),
+        ({"train.activation_checkpointing": "block"}, True),
+        ({"eval.initial": False}, True),
+        ({"eval.attention_maps": True}, True),
+        ({"model.window": 32}, False),
+        ({"train.batch_size": 8}, False),
+        ({"eval.windows": 8}, False),
+    ],
+    ids=str,
+)
+def test_implementations_compute_the_same_function(change, is_same):
+    assert computes_same_function(change, {}) == is_same
