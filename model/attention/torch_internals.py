@@ -14,7 +14,12 @@ def select_sdpa_kernel(*args, **kwargs) -> SDPBackend:
 
     Private: torch._fused_sdp_choice, checked with 2.13. Replace it with a public query for any
     device. torch.backends.cuda.can_use_flash_attention is none: it rejects every CPU tensor.
+    Raises RuntimeError if no kernel can run.
     """
+    if args[0].device.type == "mps":  # has one kernel, and no function that reports it
+        if not torch.backends.cuda.math_sdp_enabled():
+            raise RuntimeError("it has the math kernel only")
+        return SDPBackend.MATH
     return SDPBackend(torch._fused_sdp_choice(*args, **kwargs))
 
 

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import attention_helpers
 import pytest
@@ -20,6 +21,7 @@ from attention_helpers import (
 from helpers import ROOT
 from kernel_profiler import KERNEL_OPERATIONS, kernels_run
 from model_helpers import GROUPED
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common.errors import UserError
 from model import GPTConfig
@@ -36,6 +38,7 @@ from model.attention import (
     resolve_model,
     sdpa,
 )
+from model.attention.torch_internals import select_sdpa_kernel
 
 FLASH_NODE = "ScaledDotProductFlashAttentionForCpuBackward0"
 
@@ -58,6 +61,14 @@ def graph_nodes(y) -> set[str]:
 def test_grad_fn_shows_whether_the_flash_kernel_ran(attend, options, has_flash):
     nodes = graph_nodes(attend(*random_qkv(REQUEST), **options))
     assert (FLASH_NODE in nodes) == has_flash
+
+
+def test_apple_gpus_have_one_kernel():
+    """PyTorch's function that selects a kernel is not implemented for them."""
+    tensor = SimpleNamespace(device=torch.device("mps"))
+    assert select_sdpa_kernel(tensor, tensor, tensor) == SDPBackend.MATH
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), pytest.raises(RuntimeError, match="math kernel"):
+        select_sdpa_kernel(tensor, tensor, tensor)
 
 
 # Single calls
