@@ -99,7 +99,7 @@ def print_history(sweeps: Path) -> None:
 
 def compare_variants(variants: list[Variant], negligible: float) -> list[Row]:
     """Make a row for each variant: a Value for each metric that the registry compares."""
-    num_comparisons = sum(variant.status != "refused" for variant in variants[1:])
+    num_comparisons = sum(bool(find_pairs(variant, variants[0])) for variant in variants)
     rows = []
     for variant in variants:
         row = {name: _summarize(variant, name) for name in METRICS if METRICS[name].compare}
@@ -250,7 +250,12 @@ def list_notes(rows: list[Row]) -> list[str]:
             "Undecided settings need more seeds (seed=auto, or a higher sweep.max_seeds), or a "
             "larger sweep.difference."
         )
-    step_times = [row["step_ms"] for row in rows if row["step_ms"].low is not None]
+    step_times = [
+        row["step_ms"]
+        for row in rows
+        # a student's steps take longer than those of its teachers
+        if row["step_ms"].low is not None and not row["n_teachers"].value
+    ]
     if any(times.high > MAX_SPREAD * times.low for times in step_times):
         notes.append(
             "Step times vary widely, because the machine is busy. Their ratios are uncertain, and "
@@ -261,13 +266,13 @@ def list_notes(rows: list[Row]) -> list[str]:
         notes.append(
             f"Times and memory are not comparable: the devices differ ({', '.join(devices)})."
         )
-    if len(_distinct(rows, "vocab_size")) > 1:
+    if len(_distinct(rows, "text_hash")) > 1:
+        notes.append("Losses are not comparable: the texts differ.")
+    elif len(_distinct(rows, "vocab_size")) > 1 or len(_distinct(rows, "data")) > 1:
         notes.append(
             "The vocabularies differ: compare bits per byte, not losses per token, and set "
             "eval.windows=null, because some windows are other parts of the text."
         )
-    elif len(_distinct(rows, "data")) > 1:
-        notes.append("Losses are not comparable: the texts differ.")
     return notes + [
         f"{row['variant'].value}: {row['status'].value}: {row['error'].value}"
         for row in rows

@@ -66,6 +66,7 @@ METRICS: dict[str, Metric] = {
     "device_name": Metric(compare=DISTINCT),
     "dtype": Metric(compare=DISTINCT),
     "data": Metric(compare=DISTINCT),
+    "text_hash": Metric(compare=DISTINCT),
     "vocab_size": Metric(compare=DISTINCT),
     # x axes
     "step": Metric(wandb={"hidden": True}),

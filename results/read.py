@@ -17,8 +17,8 @@ from common.settings import flatten_dict, format_value
 from training.config import UNTIMED_STEPS, SweepConfig
 from training.run_folder import read_config, read_rows, summary_key
 
-# runs of one variant may differ in these
-IGNORED_SECTIONS = ("seed", "name", "resume", "sweep", "wandb")
+# runs of one variant may differ in these, unless a sweep sets them
+IGNORED_SECTIONS = ("seed", "name", "resume", "checkpoint", "sweep", "wandb")
 # Suffixes of the keys that select the values of a section, as model.name and attention.backend do.
 CHOICES = (".name", ".backend")
 WHAT_TO_SET = "set folders of runs, as in runs/NAME or runs/sweeps/NAME"
@@ -172,16 +172,18 @@ def _read_folder(folder: Path) -> list[Run]:
 
 def _list_swept(job: str) -> str:
     """List the values that a sweep sets, from the name of a job: "attention=flash, n_layer=2"."""
-    # A value may be a list with commas: model.window=_16,null_,seed=1.
-    words = re.split(r",(?=[\w.]+=)", job)
-    return ", ".join(word for word in words if not word.startswith("seed="))
+    job = re.sub(r"(^|,)seed=\d+", "", job)  # a hash may follow: data.path=_.txt,seed=1-ab12cd
+    # A value may be a list with commas: model.window=_16,null_.
+    return re.sub(r",(?=[\w.]+=)", ", ", job).removeprefix(", ")
 
 
 def _read_run(folder: Path, swept: str | None = None) -> Run:
     summary = read_json(folder / "summary.json")
     settings = flatten_dict(read_config(folder))
     config = {
-        key: value for key, value in settings.items() if key.split(".")[0] not in IGNORED_SECTIONS
+        key: value
+        for key, value in settings.items()
+        if key.split(".")[0] not in IGNORED_SECTIONS or f"{key}=" in (swept or "")
     }
     # torchrun sets the number of processes. It is not in the config, but it affects the speed.
     config["world_size"] = summary.get("world_size", 1)
@@ -190,19 +192,31 @@ def _read_run(folder: Path, swept: str | None = None) -> Run:
 
 
 def _set_labels(variants: list[Variant]) -> None:
-    """Label each variant with the values that its sweep sets, or with the name of its first run and
-    its differences from the other variants."""
+    """Label each variant with the values that its sweep sets, or with the name of its first run.
+
+    Runs have their differences from the other variants, too. So have variants of a sweep with equal
+    values, as after a change of train.steps.
+    """
     parents = {variant.runs[0].folder.resolve().parent for variant in variants}
     for variant in variants:
         run = variant.runs[0]
         folder = run.folder.resolve()
         if run.swept is None:
-            differences = _list_differences(run.config, [other.config for other in variants])
-            variant.label = f"{folder.name}: {differences}".removesuffix(": ")
+            variant.label = folder.name
         elif run.swept and len(parents) == 1:
             variant.label = run.swept
         else:
             variant.label = f"{folder.parent.name}/{run.swept}".removesuffix("/")
+    labels = [variant.label for variant in variants]
+    for variant in variants:
+        is_swept = variant.runs[0].swept is not None
+        others = [
+            other.config
+            for other, label in zip(variants, labels, strict=True)
+            if label == variant.label or not is_swept
+        ]
+        differences = _list_differences(variant.config, others)
+        variant.label = f"{variant.label}: {differences}".removesuffix(": ")
 
 
 def _list_differences(config: dict, others: list[dict]) -> str:

@@ -146,12 +146,14 @@ def export_folder(folder: Path, mode: str, writer: int | None) -> None:
 def read_run(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Read config.yaml and summary.json of a run, a bench, or the first run of a comparison.
 
-    Both are empty if the compared runs do not exist.
+    Compared runs that were refused do not count. Both are empty if there is no other.
     """
     compared = read_json(folder / "comparison.json").get("runs", [])
     for run in [folder, *(folder / name for name in compared)]:
-        if (run / "config.yaml").exists():
-            return read_config(run), read_json(run / "summary.json")
+        summary = read_json(run / "summary.json")
+        counts = run == folder or summary.get("status") != "refused"
+        if counts and (run / "config.yaml").exists():
+            return read_config(run), summary
     return {}, {}
 
 
@@ -262,7 +264,7 @@ def is_logged(row: dict[str, Any]) -> bool:
     wandb draws at most some thousand points. It gets the first 2,000 steps, and 1,000 steps of
     each interval [N, 2N) after them.
     """
-    interval = 2 ** max(0, (row["step"] // 1000).bit_length() - 1)
+    interval = 2 ** (max(1, row["step"] // 1000).bit_length() - 1)
     return "val/loss" in row or row["step"] % interval == 0
 
 
@@ -294,7 +296,8 @@ def export_bench(folder: Path, mode: str) -> None:
     table = read_table(folder / "attention.csv")
     for backend in dict.fromkeys(row["backend"] for row in table):
         rows = [row for row in table if row["backend"] == backend]
-        attention = {"requested": backend, "resolved": rows[-1]["resolved"]}
+        kernels = dict.fromkeys(row["resolved"] for row in rows if row["resolved"])
+        attention = {"requested": backend, "resolved": ", ".join(kernels) or None}
         run = start_run(
             folder,
             mode,

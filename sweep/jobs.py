@@ -18,11 +18,9 @@ from training.run_folder import read_config, read_trained_config, write_config
 
 SCRIPT = Path(__file__).parents[1] / "train.py"
 SWEEP_KEYS = ("name", "sweep.", "wandb.group", "wandb.mode")  # no result of a run depends on them
+LENGTH_KEYS = ("train.steps", "train.epochs", "train.minutes")
 # Keys that may change when a sweep is started again. Any other change would make a different run.
-CHANGEABLE_KEYS = (
-    "name", "resume", "train.steps", "train.epochs", "train.minutes", "checkpoint.", "sweep.",
-    "wandb.",
-)  # fmt: skip
+CHANGEABLE_KEYS = (*LENGTH_KEYS, "name", "resume", "checkpoint.", "sweep.", "wandb.")
 
 
 @dataclass(frozen=True)
@@ -40,10 +38,13 @@ class Job:
         return identify_config(flatten_dict(self.config) | {"seed": None})
 
     def is_done(self) -> bool:
-        """Whether a run with these settings has finished."""
-        status = read_json(self.folder / "summary.json").get("status")
-        trained = identify_config(read_trained_config(self.folder))
-        return status == "finished" and trained == identify_config(flatten_dict(self.config))
+        """Whether the run has finished, with the length and all fixed settings of this job."""
+        if read_json(self.folder / "summary.json").get("status") != "finished":
+            return False
+        trained = flatten_dict(read_config(self.folder))
+        settings = flatten_dict(self.config)
+        same_length = all(trained.get(key) == settings.get(key) for key in LENGTH_KEYS)
+        return same_length and not find_fixed_changes(trained, settings)
 
     def check_folder(self) -> None:
         """Raise UserError if the folder contains a run with a different config."""
@@ -118,11 +119,11 @@ def train_job(job: Job) -> Outcome:
         finally:
             child.kill()  # does nothing if the process has ended
         raise
-    return read_outcome(job, exit_code)
+    return record_outcome(job, exit_code)
 
 
-def read_outcome(job: Job, exit_code: int) -> Outcome:
-    """How a job ended. If the run has not started, its summary.json is written here."""
+def record_outcome(job: Job, exit_code: int) -> Outcome:
+    """How a job ended. Also write summary.json if the run has not started or was killed."""
     summary_file = job.folder / "summary.json"
     summary = read_json(summary_file)
     statuses = {code: status for status, code in EXIT_CODES.items()}
@@ -141,4 +142,6 @@ def read_outcome(job: Job, exit_code: int) -> Outcome:
         write_json(summary_file, {"name": job.config["name"], "status": status, "error": reason})
     elif status == "refused":  # the run exists, but another process trains it, for example
         status = "failed"
+    elif summary["status"] == "running":
+        write_json(summary_file, summary | {"status": status, "error": reason})
     return Outcome(status, reason)

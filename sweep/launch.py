@@ -61,13 +61,18 @@ def check_baseline(folder: Path, job: Job) -> None:
 def iter_seeds(jobs: list[Job], negligible: float) -> Iterator[list[Job]]:
     """Yield the jobs of one seed after the other, until all settings have a verdict.
 
-    Settings that have one are left out, except the first one, with which the others are compared.
+    Settings that have one are left out, except the first one, with which the others are compared,
+    and runs that exist, which can have another length.
     """
     folder = jobs[0].folder.parent
     settings = {job.setting for job in jobs}
     seeds = [list(group) for _, group in groupby(jobs, key=lambda job: job.config["seed"])]
     for number, batch in enumerate(seeds, 1):
-        needed = [job for job in batch if job.setting in settings | {jobs[0].setting}]
+        needed = [
+            job
+            for job in batch
+            if job.setting in settings | {jobs[0].setting} or (job.folder / "summary.json").exists()
+        ]
         is_new = not all(job.is_done() for job in needed)
         started = time.monotonic()
         yield needed
@@ -148,9 +153,8 @@ def finish_sweep(
     """
     rows = compare([folder], folder, negligible)
     print_comparison(rows, folder)
-    if outcomes:
-        with WandbExport(jobs[0].config["wandb"]) as export:
-            export.start(folder)
+    with WandbExport(jobs[0].config["wandb"]) as export:
+        export.start(folder)
     statuses = [outcome.status for outcome in outcomes.values()]
     for status in ("failed", "interrupted"):
         if status in statuses:

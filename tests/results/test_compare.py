@@ -328,12 +328,35 @@ def test_notes_have_the_error_of_an_unfinished_run(tmp_path):
     [
         ({"device_name": "another chip"}, "devices differ"),
         ({"vocab_size": 66}, "compare bits per byte"),
-        ({"data": "another text"}, "texts differ"),
+        ({"data": "another tokenizer"}, "compare bits per byte"),
+        ({"text_hash": "2"}, "texts differ"),
+        ({"text_hash": "2", "vocab_size": 66}, "texts differ"),
     ],
-    ids=["device", "vocabulary", "text"],
+    ids=["device", "size of the vocabulary", "vocabulary", "text", "text and vocabulary"],
 )
 def test_notes_name_what_cannot_be_compared(tmp_path, facts, part):
-    first = write_run(tmp_path / "a", data="text")
-    second = write_run(tmp_path / "b", changes=LR, **({"data": "text"} | facts))
+    equal = {"text_hash": "1", "data": "1"}
+    first = write_run(tmp_path / "a", **equal)
+    second = write_run(tmp_path / "b", changes=LR, **(equal | facts))
     assert has_note(compare_rows([first, second]), part)
     assert not has_note(compare_rows([first]), part)
+
+
+@pytest.mark.parametrize(("n_teachers", "is_noted"), [(None, True), (2, False)])
+def test_note_says_that_step_times_vary_unless_teachers_explain_it(tmp_path, n_teachers, is_noted):
+    losses = [1.0] * 100  # steps of 10 to 110 ms
+    rows = compare_rows([write_run(tmp_path / "a", losses=losses, n_teachers=n_teachers)])
+    assert has_note(rows, "Step times vary widely") == is_noted
+
+
+def test_runs_of_another_length_do_not_widen_the_intervals(tmp_path):
+    """A variant that has no pair with the baseline is not judged."""
+    runs = []
+    for seed in range(1, 6):
+        runs.append(write_run(tmp_path / f"a{seed}", seed, val=1 + seed / 100))
+        runs.append(write_run(tmp_path / f"b{seed}", seed, val=1 + seed / 200, changes=LR))
+    old = write_run(tmp_path / "old", 6, changes=LR | {"train.steps": 3})
+    _, row = compare_rows(runs)
+    _, same, _ = compare_rows([*runs, old])
+    assert row["difference"].low is not None
+    assert same["difference"] == row["difference"]

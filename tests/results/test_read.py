@@ -7,6 +7,7 @@ from common.errors import UserError
 from results.read import read_curves, read_variants
 
 LOGGING = {"wandb.mode": "online", "resume": False}
+SAVING = {"checkpoint.every": 5}
 REFUSED = {"seed": 9, "status": "refused"}
 
 
@@ -25,6 +26,7 @@ def seeds(*folders) -> list[list[int]]:
         pytest.param([{}, {"seed": 2}], [[1, 2]], id="seeds"),
         pytest.param([{}, {"seed": 2, "changes": LR}], [[1], [2]], id="value"),
         pytest.param([{}, {"seed": 2, "changes": LOGGING}], [[1, 2]], id="logging"),
+        pytest.param([{}, {"seed": 2, "changes": SAVING}], [[1, 2]], id="checkpoints"),
         pytest.param([{}, {"seed": 2}, {}], [[1, 2], [1]], id="repeated run"),
         pytest.param([{"data": "x"}, {"seed": 2, "data": "y"}], [[1], [2]], id="text"),
         pytest.param([{"data": "x"}, REFUSED, {"seed": 2, "data": "x"}], [[1, 9, 2]], id="no text"),
@@ -100,8 +102,10 @@ def test_label_of_a_sweep_has_the_swept_values_without_the_seed(sweep):
     [
         ("model.window=_16,null_,model.n_head=2,seed=1", "model.window=_16,null_, model.n_head=2"),
         ("seed=1", "s"),
+        ("seed=1,train.steps=2", "train.steps=2"),
+        ("data.path=_.txt,seed=1-ab12cd", "data.path=_.txt-ab12cd"),
     ],
-    ids=["list with commas", "only seeds"],
+    ids=["list with commas", "only seeds", "seed first", "hash"],
 )
 def test_label_of_a_single_job_of_a_sweep(tmp_path, job, label):
     sweep = write_sweep(tmp_path / "s", [job])
@@ -116,6 +120,26 @@ def test_label_has_the_name_of_the_sweep_beside_other_runs(sweep, tmp_path):
         "cmp/attention=naive",
         "other: attention=naive, train.steps=20",
     ]
+
+
+def test_swept_key_is_compared_although_runs_of_a_variant_may_differ_in_it(tmp_path):
+    jobs = [f"checkpoint.every={n},seed={seed}" for n, seed in ((1, 1), (9, 1), (9, 2), (1, 2))]
+    sweep = write_sweep(tmp_path / "s", jobs)
+    for job in jobs:
+        key, value = job.split(",")[0].split("=")
+        write_run(sweep / job, int(job[-1]), changes={key: int(value)})
+    assert labels(sweep) == ["checkpoint.every=1", "checkpoint.every=9"]
+    assert [[run.folder.name for run in variant.runs] for variant in read_variants([sweep])] == [
+        [jobs[0], jobs[3]],
+        [jobs[1], jobs[2]],
+    ]
+
+
+def test_labels_of_a_sweep_whose_steps_have_changed_differ(tmp_path):
+    sweep = write_sweep(tmp_path / "s", ["n=1,seed=1", "n=1,seed=2"])
+    for seed, steps in enumerate((10, 20), 1):
+        write_run(sweep / f"n=1,seed={seed}", seed, changes={"train.steps": steps})
+    assert labels(sweep) == ["n=1: train.steps=10", "n=1: train.steps=20"]
 
 
 @pytest.mark.parametrize(

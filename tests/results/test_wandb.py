@@ -320,6 +320,7 @@ backend,resolved,phase,mask,dtype,T,ms_median,error_y
 naive,naive,forward,causal,float32,128,1.5,
 flash,flash,forward,causal,float32,128,0.5,1e-07
 flash,flash,decode,window:8,float32,512,2.5,2e-07
+flash,,decode,window:8,float32,1024,,
 cudnn,,forward,causal,float32,128,,
 """
 COMPARISON = """\
@@ -358,14 +359,14 @@ def test_bench_has_a_run_for_each_backend(bench):
 @pytest.mark.slow
 def test_columns_of_a_bench_have_the_context_length_as_x_axis(bench):
     assert bench["flash"].metrics["*"]["step_metric"] == "T"
-    first, second, _ = bench["flash"].rows
+    first, second, *_ = bench["flash"].rows
     assert (first["T"], first["ms_median/forward_causal_float32"]) == (128, 0.5)
     assert (second["T"], second["error_y/decode_window_8_float32"]) == (512, 2e-7)
 
 
 @pytest.mark.slow
 def test_bench_has_its_table_and_its_picture(bench):
-    assert [row[5] for row in bench["flash"].read_table("table")] == [128, 512]
+    assert [row[5] for row in bench["flash"].read_table("table")] == [128, 512, 1024]
     assert bench["flash"].read_media("picture") == [PICTURE.read_bytes()]
 
 
@@ -447,6 +448,20 @@ def test_comparison_has_the_labels_of_the_first_run_that_was_not_removed(workdir
         assert config == {"wandb": {"project": project}}
         shutil.rmtree(workdir / f"runs/{number}")
     assert exporter.read_run(folder) == ({}, {})
+
+
+def test_comparison_whose_first_run_was_refused_has_the_labels_of_the_next(workdir):
+    folder = write_compared(workdir, {"project": "p"}, {"project": "q"})
+    write_files(workdir / "runs/0", **{"summary.json": {"status": "refused"}})
+    write_files(workdir / "runs/1", **{"summary.json": {"wandb_id": "b"}})
+    assert exporter.read_run(folder) == ({"wandb": {"project": "q"}}, {"wandb_id": "b"})
+
+
+def test_run_that_was_refused_after_its_start_can_be_exported(workdir):
+    write_compared(workdir, {"project": "p"})
+    write_files(workdir / "runs/0", **{"summary.json": {"status": "refused"}})
+    config, summary = exporter.read_run(workdir / "runs/0")
+    assert (config["wandb"], summary) == ({"project": "p"}, {"status": "refused"})
 
 
 def test_comparison_without_a_list_of_runs_is_exported(workdir):

@@ -13,7 +13,7 @@ from helpers import TINY, summary
 from common.errors import UserError
 from common.files import write_json
 from sweep import jobs
-from sweep.jobs import Job, read_outcome, train_job
+from sweep.jobs import Job, record_outcome, train_job
 from training.run_folder import write_config
 
 NAME = "sweeps/s/seed=1"
@@ -47,6 +47,10 @@ def test_job_is_not_done_after_another_status(status, workdir):
     assert not make_job().is_done()
 
 
+def test_job_is_not_done_before_its_run_has_started(workdir):
+    assert not make_job().is_done()
+
+
 def test_job_is_not_done_if_its_run_has_another_length(workdir):
     write_run()
     job = make_job(train={"steps": 9})
@@ -54,9 +58,19 @@ def test_job_is_not_done_if_its_run_has_another_length(workdir):
     assert not job.is_done()
 
 
-def test_job_is_done_if_its_run_was_logged_to_wandb_in_another_mode(workdir):
-    write_run(wandb={"mode": "disabled"})
-    assert make_job(wandb={"mode": "offline"}).is_done()
+@pytest.mark.parametrize("change", [{"wandb": {"mode": "offline"}}, {"checkpoint": {"every": 9}}])
+def test_job_is_done_if_its_run_was_logged_or_saved_in_another_way(change, workdir):
+    write_run(wandb={"mode": "disabled"}, checkpoint={"every": 2})
+    assert make_job(**change).is_done()
+
+
+@pytest.mark.parametrize(("lr", "is_done"), [(0.1, True), (0.2, False)])
+def test_job_whose_checkpoints_were_deleted_is_done_unless_its_settings_differ(
+    lr, is_done, workdir
+):
+    write_run(optimizer={"lr": 0.1})
+    Path("runs", NAME, "checkpoints/last.pt").unlink()
+    assert make_job(optimizer={"lr": lr}).is_done() == is_done
 
 
 def test_folder_of_a_run_with_another_setting_is_refused(workdir):
@@ -104,7 +118,7 @@ def test_job_whose_run_has_not_started_gets_a_summary(exit_code, log, status, de
     job = make_job()
     job.folder.mkdir(parents=True)
     (job.folder / "train.log").write_text(log, encoding="utf-8")
-    assert read_outcome(job, exit_code) == (status, details)
+    assert record_outcome(job, exit_code) == (status, details)
     assert summary(NAME) == {"name": NAME, "status": status, "error": details}
     assert (job.folder / "config.yaml").exists()
 
@@ -112,28 +126,34 @@ def test_job_whose_run_has_not_started_gets_a_summary(exit_code, log, status, de
 def test_job_that_is_refused_for_another_reason_gets_a_new_summary(workdir):
     write_run("refused")
     (make_job().folder / "train.log").write_text("train.py: now this", encoding="utf-8")
-    assert read_outcome(make_job(), 2) == ("refused", "now this")
+    assert record_outcome(make_job(), 2) == ("refused", "now this")
     assert summary(NAME)["error"] == "now this"
 
 
 def test_job_whose_run_has_started_keeps_its_summary(workdir):
-    write_run("running")
+    write_run("failed")
     (make_job().folder / "train.log").write_text("train.py: out of memory", encoding="utf-8")
-    assert read_outcome(make_job(), 1) == ("failed", "out of memory")
-    assert summary(NAME) == {"status": "running"}
+    assert record_outcome(make_job(), 1) == ("failed", "out of memory")
+    assert summary(NAME) == {"status": "failed"}
+
+
+def test_job_whose_run_was_killed_has_failed(workdir):
+    write_run("running")
+    assert record_outcome(make_job(), -9) == ("failed", "killed by SIGKILL")
+    assert summary(NAME) == {"status": "failed", "error": "killed by SIGKILL"}
 
 
 def test_outcome_of_a_finished_job_has_its_loss(workdir):
     write_run()
     write_json(make_job().folder / "summary.json", {"last_val_loss": 2.34567})
-    assert read_outcome(make_job(), 0) == ("finished", "val loss 2.3457")
+    assert record_outcome(make_job(), 0) == ("finished", "val loss 2.3457")
 
 
 def test_job_that_another_process_trains_fails(workdir):
     write_run("running")
     message = "the run is being trained by another process"
     (make_job().folder / "train.log").write_text(f"train.py: {message}", encoding="utf-8")
-    assert read_outcome(make_job(), 2) == ("failed", message)
+    assert record_outcome(make_job(), 2) == ("failed", message)
     assert summary(NAME) == {"status": "running"}
 
 

@@ -1,5 +1,6 @@
 """Launching a sweep: sweep.json, the lines that it prints, and its exit code."""
 
+import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -109,6 +110,7 @@ def make_model_job(name: str, seed: int, steps: int = 8) -> Job:
 
 def train_quickly(job: Job) -> Outcome:
     """Write the run of a job, with the loss of its setting and the noise of its seed."""
+    shutil.rmtree(job.folder, ignore_errors=True)
     name = job.config["model"]["name"]
     seed = job.config["seed"]
     if name == "unstable" and seed == 2:
@@ -188,6 +190,22 @@ def test_sweep_with_more_steps_continues(workdir, monkeypatch):
     """The steps of a sweep may change, so that its runs continue."""
     run_automatic_sweep(monkeypatch, "first", "better", max_seeds=2)
     check_baseline(SWEEP, make_model_job("first", seed=1, steps=9))
+
+
+def test_run_of_a_decided_setting_gets_the_new_steps_of_the_sweep(workdir, monkeypatch):
+    """Otherwise, it would be compared with a longer run of the first setting."""
+    train_quickly(make_model_job("better", seed=5, steps=7))
+    trained = run_automatic_sweep(monkeypatch, "first", "better", "noise", max_seeds=5)
+    assert trained.count("better-5") == 1
+
+
+def test_finished_sweep_logs_its_comparison_again(workdir, monkeypatch):
+    """Its sweep.difference can have changed."""
+    exported = []
+    monkeypatch.setattr(launch.WandbExport, "start", lambda export, folder: exported.append(folder))
+    for _ in range(2):
+        run_automatic_sweep(monkeypatch, "first", "better")
+    assert exported == [SWEEP, SWEEP]
 
 
 def test_sweep_ends_if_its_first_setting_cannot_run(workdir, monkeypatch):

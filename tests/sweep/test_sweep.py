@@ -120,7 +120,7 @@ def test_sweep_continues_after_a_job_is_killed(stopped_sweep):
     assert killed.code == 1, killed.err
     assert "seed=1  failed: killed by SIGKILL (1 to go, " in killed.out
     assert re.search(r"seed=2 +finished: val loss \d", killed.out)
-    assert killed.statuses == ["running", "finished"]
+    assert killed.statuses == ["failed", "finished"]
 
 
 @pytest.mark.slow
