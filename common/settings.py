@@ -89,8 +89,15 @@ def unknown_value(key: str, value: Any, choices: Iterable[str]) -> UserError:
     """Error for a value that is none of the choices, with a suggestion for a typo."""
     hint = did_you_mean(str(value), choices, VALUE_SYNONYMS)
     return UserError(
-        f"{key}={format_value(value)} is unknown{hint}; set one of {', '.join(choices)}"
+        f"{key}={format_value(value)} is unknown{hint}; "
+        f"set one of {', '.join(choices)}{describe_commas(str(value))}"
     )
+
+
+def describe_commas(text: str) -> str:
+    """What to do with several values, as in train.steps=100,200 or seed=auto."""
+    is_sweep = "," in text or text == "auto"
+    return "; several values need -m, and a list needs brackets: [a,b]" if is_sweep else ""
 
 
 def format_value(value: Any) -> str:

@@ -25,6 +25,7 @@ from hydra.types import RunMode
 from common.errors import UserError
 from common.settings import (
     check,
+    describe_commas,
     did_you_mean,
     flatten_dict,
     format_value,
@@ -90,10 +91,12 @@ def read_files(script: str, choices: dict[str, str], config_dir: str | None) -> 
         words.append(f"{'experiment@_global_' if group == 'experiment' else group}={choice}")
     texts = {}
     for name, package in select_files(script, *words):
-        paths = [folder / f"{name}.yaml" for folder in folders]
-        for path in filter(Path.exists, paths):  # none for files of Hydra itself
+        paths = [folder / f"{name}.yaml" for folder in dict.fromkeys(folders)]
+        found = list(filter(Path.exists, paths))  # none for files of Hydra itself
+        if len(found) > 1:
+            raise UserError(f"{found[1]} has the name of a built-in file; rename it")
+        for path in found:
             texts |= read_texts(path, package)
-            break
     return texts
 
 
@@ -195,12 +198,6 @@ def parse_strings(text: Any) -> Any:
         if isinstance(value, list) and all(isinstance(item, str) for item in value):
             return value
     return text
-
-
-def describe_commas(text: Any) -> str:
-    """What to do with several values, as in train.steps=100,200 or seed=auto."""
-    is_sweep = "," in text or text == "auto"
-    return "; several values need -m, and a list needs brackets: [a,b]" if is_sweep else ""
 
 
 def replace_default_data(data: DataConfig) -> DataConfig:

@@ -73,6 +73,11 @@ class EvalScriptConfig(LoadConfig):
             self.data.source != "none",
             "has no documents; set a file, a folder or a pattern",
         )
+        yield (
+            "data.val_path",
+            self.data.val_path is None,
+            "is not scored; set it as data.path",
+        )
 
 
 @dataclass
@@ -111,7 +116,8 @@ SCRIPTS = {
 # transformers and litgpt.
 SYNONYMS = {
     "name": "out_dir output_dir run_name wandb_run_name",
-    "run": "name ckpt",
+    "run": "name ckpt out_dir",
+    "out": "out_dir output_dir",
     "checkpoint": "ckpt",
     "device=cuda": "gpu",
     "dtype": "precision",

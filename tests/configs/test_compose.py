@@ -129,6 +129,7 @@ def test_values_of_a_yaml_file_have_the_types_of_their_keys(content, key, expect
         ("train", ["data=opt.txt"], ("data=opt.txt", "(did you mean data.path=opt.txt?)")),
         ("train", ["config/train_shakespeare_char.py"], ("mean experiment=shakespeare_char?)",)),
         ("sample", ["mine"], ("mine: there is no such key", "(did you mean run=mine?)")),
+        ("sample", ["--out_dir=a"], ("out_dir: there is no such key (did you mean run or out?)",)),
         (
             "train",
             ["book.txt"],
@@ -144,6 +145,7 @@ def test_values_of_a_yaml_file_have_the_types_of_their_keys(content, key, expect
         ("train", ["train=5"], ("train=5", "set its keys, such as train.steps")),
         ("train", ["train.steps=1,000"], ("train.steps=1,000", "several values need -m")),
         ("train", ["attention=naive,flash"], ("attention=naive,flash", "several values need -m")),
+        ("train", ["dtype=float32,bfloat16"], ("dtype=float32,bfloat16", "several values need -m")),
         ("bench", ["backends=naive,flash"], ("backends=naive,flash", "[a,b]")),
         ("compare", ["out="], ("out=", "str | null")),
         ("train", ["train.steps"], ("train.steps=", "int | null")),
@@ -184,6 +186,13 @@ def test_wrong_yaml_file_is_refused(content, parts, workdir, capsys):
     write_recipe(content)
     message = refuse(capsys, "train", *MINE)
     assert all(part in message for part in parts), message
+
+
+def test_yaml_file_with_the_name_of_a_built_in_one_is_refused(workdir, capsys):
+    write_recipe("train: {steps: 7}")
+    (workdir / "own/experiment/mine.yaml").rename("own/experiment/gpt2_124m.yaml")
+    message = refuse(capsys, "train", *MINE[:-1], "experiment=gpt2_124m")
+    assert "own/experiment/gpt2_124m.yaml has the name of a built-in file; rename it" in message
 
 
 # Texts become values of the types of their keys
