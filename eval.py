@@ -4,9 +4,10 @@
 
 most used keys:
   run=NAME            a run in runs/; last is the newest; hf:FOLDER is a transformers model
-  data.path=FILE      a file, a folder or a pattern; data.text_column and other keys as for train.py
+  data.path=FILE      a file, a folder or a pattern, all of which is scored; data.text_column
+                      and other keys as for train.py
   out=FILE.jsonl      also save the table, one line per row; batch_size=N scores N windows at a time
-  checkpoint=last     instead of best; dtype=bfloat16 needs half the memory for weights
+  checkpoint=last     instead of best; dtype=bfloat16 has smaller weights
 
 docs/scoring.md also shows how to run tasks of lm-eval.
 """
@@ -43,8 +44,7 @@ def main(config: EvalScriptConfig) -> int:
     if out is not None:
         atomic_write(out, "".join(json.dumps(row) + "\n" for row in rows))
         print_text(f"written  {config.out}", stderr=True)
-    *documents, total = rows
-    PlainConsole().print(make_results_table([*documents[:MAX_TABLE_ROWS], total]))
+    PlainConsole().print(make_results_table([*rows[:-1][:MAX_TABLE_ROWS], rows[-1]]))
     return 0
 
 

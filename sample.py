@@ -16,7 +16,7 @@ most used keys:
   stop=TEXT             end the sample before this string; several: stop='["a", "b"]'
   seed=N                the same seed gives the same sample
   checkpoint=last       instead of best
-  dtype=bfloat16        half the memory for weights, and faster; int8 is the fastest on x86 CPUs
+  dtype=bfloat16        smaller weights, and faster; int8 is the fastest on x86 CPUs
   attention_map=true    plot the attention weights for the prompt
 
 In prompt, prompts and stop, \\n is a newline, \\r a carriage return, \\t a tab, \\\\ a backslash.

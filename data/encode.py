@@ -53,7 +53,7 @@ def encode_source(folder: Path, source: Source, config: TokenizerConfig, spec: d
     with atomic_writer(folder / file.name) as out:
         file.write(out)
     meta = {"dtype": dtype, "vocab_size": tokenizer.n_vocab, "tokenizer": to_spec(tokenizer)}
-    splits = {split: file.describe(documents) for split, documents in file.split().items()}
+    splits = {split: file.describe(documents) for split, documents in file.hold_out().items()}
     for key in ("tokens", "bytes", "documents"):
         meta[key] = {split: part[key] for split, part in splits.items()}
     for split, part in splits.items():
@@ -84,14 +84,15 @@ def iter_chunks(source: Source, is_validation: bool, verb: str) -> Iterator[list
     chunk = []
     size = 0
     done = 0
-    has_text = False  # of the current document
+    is_inside = False  # a document that has text
+    # The default data has empty files, which runs of earlier versions have as documents.
+    keeps_empty = source.config.source == "python_stdlib"
     with ProgressBar(source.text_bytes) as bar:
         for piece in iter_pieces(source, is_validation):
-            # The default data has empty files, which runs of earlier versions have as documents.
-            has_text = has_text or piece.text != "" or source.config.source == "python_stdlib"
-            if not has_text:
+            is_inside = is_inside or piece.text != "" or keeps_empty
+            if not is_inside:
                 continue
-            has_text = not piece.ends_document  # the next piece may begin a document
+            is_inside = not piece.ends_document
             chunk.append(piece)
             size += len(piece.text) + PIECE_OVERHEAD_CHARS
             done += len(piece.text)
@@ -159,8 +160,8 @@ class TokenFile:
                 counts[-1] += len(self.end_of_text)
         return chunk, np.concatenate(parts).astype(self.dtype), counts
 
-    def split(self) -> dict[str, range]:
-        """The documents of the splits "train" and "val". A single document is cut in two.
+    def hold_out(self) -> dict[str, range]:
+        """The documents of the splits "train" and "val". Call it once: it cuts a single document.
 
         Raises UserError if a split has no document.
         """
@@ -171,7 +172,7 @@ class TokenFile:
             val = range(min(config.val_documents, len(self)))
         elif len(self) == 1 and config.prompt_column is None:
             # divide the only document into two
-            share = 1 - config.val_fraction
+            share = 1 - config.val_fraction  # of the tokens, and roughly of the bytes
             self.token_starts.insert(1, int(self.token_starts[1] * share))
             self.byte_starts.insert(1, int(self.byte_starts[1] * share))
             val = range(1, 2)

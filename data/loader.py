@@ -69,12 +69,13 @@ class Loader:
         if number == self.order_number:
             return
         self.order_number = number
-        self.phases: dict[int, int] = {}  # by epoch
+        rng = self._random(epoch=0)
+        self.phases = {0: int(rng.integers(self.T))}  # by epoch: where its windows begin
         # of the windows, in the smallest dtype that has their numbers
         self.order = np.arange(
             self.windows_per_epoch, dtype=np.min_scalar_type(self.windows_per_epoch)
         )
-        self._draw_phase(0).shuffle(self.order)
+        rng.shuffle(self.order)
 
     def batch(
         self, split: str, first: int, count: int, stride: float = 1
@@ -115,18 +116,16 @@ class Loader:
         for sequence in sequences:
             epoch, window = divmod(sequence, self.windows_per_epoch)
             if epoch not in self.phases:
-                self._draw_phase(epoch)
+                self.phases[epoch] = int(self._random(epoch).integers(self.T))
             start = self.phases[epoch] + int(self.order[window]) * self.T
             # one token more than inputs: targets are the inputs shifted by one
             rows.append(self.train.read_ring(start, self.T + 1))
         return self._make_batch(rows)
 
-    def _draw_phase(self, epoch: int) -> np.random.Generator:
-        """Draw where the windows of an epoch begin. Returns its random numbers."""
+    def _random(self, epoch: int) -> np.random.Generator:
+        """The random numbers of an epoch in the current order."""
         # for NumPy, (seed, epoch, 0) is the seed (seed, epoch) of earlier versions
-        rng = np.random.default_rng((self.seed, epoch, self.order_number))
-        self.phases[epoch] = int(rng.integers(self.T))
-        return rng
+        return np.random.default_rng((self.seed, epoch, self.order_number))
 
     def _val_batch(self, sequences: list[int]) -> tuple[Tensor, Tensor]:
         T = self.val_T

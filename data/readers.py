@@ -23,7 +23,15 @@ from typing import Any, NamedTuple
 from common.errors import UserError
 from common.settings import unescape
 from data.config import DataConfig
-from data.sources import COMPRESSED, CSV_OPTIONS, Source, is_remote, is_table, suffix
+from data.sources import (
+    COMPRESSED,
+    CSV_OPTIONS,
+    Source,
+    is_remote,
+    is_table,
+    suffix,
+    without_query,
+)
 
 MAX_PIECE_CHARS = 2**20
 WORD_END_CHARS = 1000  # a piece ends after the last word in its last 1,000 characters
@@ -109,15 +117,11 @@ def _iter_file(file: str, config: DataConfig) -> Iterator[Piece]:
 def cut_into_pieces(parts: Iterable[str], is_prompt: bool = False) -> Iterator[Piece]:
     """Join the parts of one document, or of its prompt, and cut it into pieces, between words.
 
-    Raises ValueError for NUL bytes, and for half a surrogate pair, which JSON can contain.
+    Raises ValueError for half a surrogate pair, which JSON can contain.
     """
     pending = ""  # the text that is not in a piece yet
     for part in parts:
-        if b"\0" in part.encode():
-            raise ValueError(
-                "it has NUL bytes, as archives, binary files, and text in UTF-16LE, UTF-16BE, "
-                "UTF-32LE and UTF-32BE have"
-            )
+        part.encode()  # raises ValueError
         pending += part
         start = 0
         while len(pending) - start > MAX_PIECE_CHARS:
@@ -152,12 +156,23 @@ def _iter_text_file(file: str, separator: str | None) -> Iterator[Iterable[str]]
     The parts must be read before the next document.
     """
     with _open_text(file) as stream:
-        parts = iter(lambda: stream.read(MAX_PIECE_CHARS), "")
+        parts = _read_parts(stream)
         if separator is None:
             yield parts
         else:
             for document in filter(None, _split_documents(parts, unescape(separator))):
                 yield [document]
+
+
+def _read_parts(stream: io.TextIOWrapper) -> Iterator[str]:
+    """Yield the text of a stream in parts. Raises ValueError for NUL bytes."""
+    while part := stream.read(MAX_PIECE_CHARS):
+        if "\0" in part:
+            raise ValueError(
+                "it has NUL bytes, as archives, binary files, and text in UTF-16LE, UTF-16BE, "
+                "UTF-32LE and UTF-32BE have"
+            )
+        yield part
 
 
 def _split_documents(parts: Iterable[str], separator: str) -> Iterator[str]:
@@ -296,6 +311,6 @@ def _open_text(file: str) -> io.TextIOWrapper:
     """
     import pyarrow
 
-    _, last_suffix = os.path.splitext(file.lower().partition("?")[0])  # without a URL's query
+    _, last_suffix = os.path.splitext(without_query(file).lower())
     raw = pyarrow.input_stream(_download(file), compression=COMPRESSED.get(last_suffix))
     return io.TextIOWrapper(io.BufferedReader(raw, 2**16), "utf-8-sig", newline="")

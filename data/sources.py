@@ -63,12 +63,17 @@ def is_remote(file: str) -> bool:
     return file.startswith(("hub:", "http://", "https://"))
 
 
+def without_query(file: str) -> str:
+    """A URL without its query, as in ?download. Names of local files may have question marks."""
+    return file.partition("?")[0] if is_remote(file) else file
+
+
 def suffix(file: str) -> str:
     """The lower-case suffix without compression and query.
 
     .jsonl for a.jsonl, a.JSONL.gz and https://b.c/a.jsonl?download.
     """
-    return Path(re.sub(r"(\.gz|\.zst)?(\?.*)?$", "", file.lower())).suffix
+    return Path(re.sub(r"(\.gz|\.zst)$", "", without_query(file).lower())).suffix
 
 
 def is_table(file: str) -> bool:
@@ -188,7 +193,8 @@ def find_files(paths: str | list[str], key: str) -> list[str]:
             hint = f" (did you mean {os.path.join(folder, similar[0])}?)" if similar else ""
             raise UserError(
                 f"{key}={path} has no file to read in {Path.cwd()}{hint}; set a file, a "
-                f"folder with {', '.join(FOLDER_SUFFIXES)} files, or a pattern such as texts/*.py"
+                f"folder with {', '.join(FOLDER_SUFFIXES)} files, a pattern such as texts/*.py, or "
+                """a list such as '["a.txt", "b.txt"]'"""
             )
         for file in found:
             unique.setdefault(os.path.realpath(file), file)

@@ -40,9 +40,10 @@ def cut_into_windows(
     The last window may overlap the one before.
     """
     last = len(tokens) - 1
+    first = last - num_targets  # the targets follow this token
     for start in range(0, last, block_size):
         end = min(start + block_size, last)
-        num_new = min(end - start, num_targets - (last - end))
+        num_new = end - max(start, first)
         if num_new > 0:
             yield Window(index, tokens[max(0, end - block_size) : end + 1], num_new)
 

@@ -46,6 +46,7 @@ def write_folder(out: Path, checkpoint: dict, model_type: str, dtype: torch.dtyp
     generation_config = {
         "do_sample": True,
         "temperature": 0.9,
+        "top_k": 0,  # sample from all tokens, as sample.py; the default of transformers is 50
         # Learned positions end at block_size: prompt and sample must fit.
         "max_new_tokens": max(1, config.block_size // 2),
     }

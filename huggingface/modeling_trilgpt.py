@@ -125,7 +125,8 @@ class Attention(nn.Module):
         super().__init__()
         self.config = config
         self.layer = layer
-        self.window = value_of_layer(config.window, layer) or config.block_size
+        window = value_of_layer(config.window, layer) or config.block_size
+        self.window = min(window, config.block_size)
         self.attention_type = value_of_layer(config.attention_type, layer)
         self.head_dim = config.n_embd // config.n_head
         qkv_channels = (config.n_head + 2 * config.n_kv_head) * self.head_dim

@@ -122,6 +122,8 @@ def from_tokenizer_json(content: dict[str, Any], path: str) -> dict:
     patterns = {to_onig(known): known for known in (CHARACTER_PATTERN, BPE_PATTERN, GPT2_PATTERN)}
     pattern = patterns.get(regex, regex)
 
+    if not all(token["special"] for token in content["added_tokens"]):
+        raise UserError(f"{path} has added tokens that are not special, {only}")
     special = {token["content"]: token["id"] for token in content["added_tokens"]}
     ids = {token: rank for token, rank in model["vocab"].items() if token not in special}
     # A merge is ["a", "b"], or "a b" in older files.

@@ -167,6 +167,7 @@ def test_scoring_needs_no_backend_that_supports_positions(trained, monkeypatch):
         (["data.path=nothing.txt"], "data.path=nothing.txt has no file to read"),
         (["data.path=unknown.txt"], "document 1 has characters that are not in the vocabulary"),
         (["data.path=text.txt", "out=text.txt"], "out=text.txt exists, or"),
+        (["data.path=text.txt", "data.val_path=text.txt"], "data.val_path=text.txt is not scored"),
         (["dtype=int4"], "dtype=int4 is unknown (did you mean int8?)"),
     ],
 )

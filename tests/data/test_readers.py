@@ -63,6 +63,8 @@ TWO_GZIP_FILES = gzip.compress(b"one\r\n", mtime=0) + gzip.compress(b"two", mtim
         ("rows.ndjson", JSON_ROWS, ["a", "b"]),
         ("rows.jsonlines.gz", gzip.compress(JSON_ROWS, mtime=0), ["a", "b"]),
         ("rows.json", JSON_ROWS, ["a", "b"]),
+        ("nul.jsonl", b'{"text": "a\\u0000b"}\n', ["a\0b"]),
+        ("why?.jsonl.gz", gzip.compress(JSON_ROWS, mtime=0), ["a", "b"]),
         ("two.txt.gz", TWO_GZIP_FILES, ["one\r\ntwo"]),
         ("NAME.TXT", b"\xef\xbb\xbfone\r\n\r", ["one\r\n\r"]),
     ],

@@ -182,6 +182,7 @@ def test_list_is_read_in_its_order_and_each_file_once(folder):
 def test_path_that_exists_is_not_a_pattern(workdir, name):
     assert load_documents(write_file(name, "text")) == ["text"]
     assert load_documents("[c]/*.txt") == ["text"]
+    assert load_documents("c") == ["text"]
 
 
 @pytest.mark.parametrize(

@@ -236,6 +236,7 @@ PROMPTS = [[7, 3, 11, 3, 7], [1], [200, 3, 9, 40, 8, 2, 10, 12, 3]]
 
 
 GENERATING = {name: variant for name, variant in VARIANTS.items() if variant["block_size"] > 9}
+GENERATING |= {"window above block_size": MODERN | {"window": 2 * T}}
 
 
 @pytest.mark.parametrize("variant", GENERATING.values(), ids=GENERATING)
@@ -391,6 +392,14 @@ def test_pipeline_generates_text(exported):
     (result,) = pipeline("The 7th", max_new_tokens=5, do_sample=False)
     tokens = greedy(ours, tokenizer.encode("The 7th"), 5)
     assert result["generated_text"] == "The 7th" + tokenizer.decode(tokens)
+
+
+def test_all_tokens_can_be_sampled_as_in_sample_py(exported):
+    """The default of transformers is the 50 most likely ones."""
+    sample = load_folder(exported).generate(
+        torch.tensor([[1]]), max_new_tokens=2, output_scores=True, return_dict_in_generate=True
+    )
+    assert torch.stack(sample.scores).isfinite().all()
 
 
 @pytest.mark.slow

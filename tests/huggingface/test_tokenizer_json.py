@@ -138,6 +138,7 @@ def test_post_processor_that_adds_no_token_is_imported(specs, content, post_proc
         ('"Regex": "', '"Regex": "", "old": "', "pre_tokenizer"),
         ('"pretokenizers": [', '"pretokenizers": [{"type": "Digits"}, ', "pre_tokenizer"),
         ('"!": ', '"!": 1', "ids with gaps"),
+        ('"special": true', '"special": false', "added tokens that are not special"),
         ('"post_processor": null', f'"post_processor": {json.dumps(ADDS_START)}', "post_processor"),
     ],
 )
