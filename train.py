@@ -158,7 +158,7 @@ def main(config: RunConfig) -> int:
             if evaluates:
                 metrics |= evaluator.evaluate(state)
             if evaluates and state.stopped:  # the resumed run evaluates again, and logs the row
-                state.unlogged = metrics
+                state.unlogged = metrics | logger.read_timing()
             else:
                 logger.log_step(metrics)
             if checkpoints.is_due:

@@ -117,7 +117,7 @@ def refuse(trained, train, capsys):
         ("tokenizer=byte", "tokenizer.name=char (now byte)"),
         ("data.val_fraction=0.2", "with data.val_fraction=0.1 (now 0.2);"),
         ("resume=false", "runs/a exists; set another name"),
-        ("train.steps=5", "set train.steps=6 or more"),
+        ("train.steps=5", "reached train.steps=6 (now 5) at step 6; set a larger value"),
     ],
 )
 def test_run_with_other_settings_is_refused_and_changes_no_file(refuse, word, message):
@@ -155,7 +155,7 @@ def test_diverged_run_fails_and_another_run_starts_from_its_older_checkpoint(wor
     for words in (["checkpoint.every=1", *DIVERGING], []):  # the weights, then the loss
         code, printed = run_in(workdir, "name=a", *SETTINGS, "train.steps=12", *words)
         assert code == 1
-        assert "Lower optimizer.lr, then run the command again" in printed
+        assert "Lower optimizer.lr, then resume with the same command and name=a" in printed
         assert summary("a")["status"] == "failed"
         assert torch.isfinite(load("a")["model"]["wte.weight"]).all()
     assert "start another run from an older checkpoint with train.init_from" in printed
@@ -429,6 +429,7 @@ def test_stopped_evaluation_is_repeated_on_resume(stopped, workdir, train):
     assert train(*EVERY_STEP) == 0
     assert_same_run("whole", "a")
     assert summary("a")["step_ms"] > 0
+    assert all("step_ms" in row for row in metrics("a")[1:])
 
 
 def test_row_of_a_repeated_evaluation_is_not_written_twice_after_a_crash(stopped, workdir, train):

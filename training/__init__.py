@@ -7,6 +7,7 @@ parallel.py      DDP and FSDP2: how processes divide the model
 build.py         data and model of a run, its initial weights, and its facts
 optimizer.py     optimizers and their step; muon.py is one of them; schedule.py has learning rates
 train_state.py   what training changes, and what ends a run
+teachers.py      several models of a run, and a student on their mean probabilities
 run_folder.py    the folder of a run: name, lock, config.yaml, summary.json
 checkpoint.py    saving, resuming, and what a resumed run removes
 evaluate.py      validation loss, sample and attention statistics

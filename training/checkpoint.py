@@ -2,8 +2,8 @@
 
 format: version of this list
 the fields of TrainState in SAVED_FIELDS
-model, optimizer, scaler, teachers: state by parameter name, equal for eager and compiled runs, on
-    any number of devices
+model, optimizer: state by parameter name, equal for eager and compiled runs, on any number of
+    devices; teachers: a list of states of the model; scaler: state of the GradScaler
 vocab_size, tokenizer, model_config: everything that sampling needs
 identity: settings that must not change when the run resumes
 config: the complete run config, for readers and error messages; nothing is built from it
@@ -74,10 +74,12 @@ def load_last_checkpoint(run: RunFolder, state: TrainState, header: dict, dist: 
         if changes:
             print_text(f"changed  {', '.join(changes.values())}")
         state.load_state_dict(saved)
-        steps = math.ceil((state.step - state.model_start_step) / state.length_factor)
-        if steps > (state.config.steps or math.inf):
-            message = f"{run.last} has finished step {state.step}; set train.steps={steps} or more"
-            raise UserError(message)
+        reached = [changes[key] for key in changes if state.used_limits.get(key, 0) >= 1]
+        if reached:
+            raise UserError(
+                f"{run.folder} has reached {' and '.join(reached)} at step {state.step}; "
+                "set a larger value"
+            )
     found = f"{run.folder} at step {state.step} with the best evaluation at step {state.best_step}"
     dist.require_equal(found, f"copy the newest {run.folder} to all machines")
 
@@ -205,8 +207,8 @@ class CheckpointWriter:
             return
         if not nn.utils.get_total_norm(content["model"].values(), math.inf).isfinite():
             raise TrainingFailed(
-                f"the weights are not finite after step {state.step}. Lower optimizer.lr, then run "
-                "the command again: it resumes from the last checkpoint"
+                f"the weights are not finite after step {state.step}. Lower optimizer.lr, then "
+                f"resume with the same command and name={run.name}"
             )
         if state.is_best:
             # about a third of the size

@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -45,8 +44,8 @@ class RunLogger(AbstractContextManager):
         self.flops_per_step = self.tokens_per_step * facts["flops_per_token"]
         peak = peak_flops(runtime.device, runtime.dtype) * runtime.dist.world_size
         self.speed = Speed(runtime.device, self.tokens_per_step, self.flops_per_step, peak)
-        self.read_timing: Callable[[], dict] | None = None  # of the last step
-        self.metrics = MetricsLogger(run.folder) if run.is_main else None
+        self.read_timing: Callable[[], dict] = dict  # of the last step; empty before the first
+        self.metrics = MetricsLogger(run) if run.is_main else None
         self.bar = ProgressBar(1.0, initial=state.progress)
 
     def __enter__(self) -> Self:
@@ -165,14 +164,14 @@ class MetricsLogger:
     newest: newest value of each metric, also from before a resume.
     """
 
-    def __init__(self, folder: Path):
-        self.path = folder / "metrics.jsonl"
+    def __init__(self, run: RunFolder):
+        self.run = run
         self.newest: dict[str, Any] = {}
-        read_rows(folder, self.newest.update)
-        self.rows: list[tuple[dict, Callable[[], dict] | None]] = []
+        read_rows(run.folder, self.newest.update)
+        self.rows: list[tuple[dict, Callable[[], dict]]] = []
         self.flushed = time.perf_counter()
 
-    def log(self, row: dict, read_timing: Callable[[], dict] | None = None) -> None:
+    def log(self, row: dict, read_timing: Callable[[], dict] = dict) -> None:
         """Collect a row.
 
         read_timing: returns more columns. It waits for the device, so it is called when the row is
@@ -189,12 +188,10 @@ class MetricsLogger:
         """
         rows = []
         for row, read_timing in self.rows:
-            if read_timing is not None:
-                row |= read_timing()
-            rows.append(_to_numbers(row))
+            rows.append(_to_numbers(row | read_timing()))
         self.rows = []
         self.flushed = time.perf_counter()
-        with open(self.path, "a", encoding="utf-8") as file:
+        with open(self.run.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
             for row in rows:
                 file.write(json.dumps(row) + "\n")
             file.flush()
@@ -206,7 +203,7 @@ class MetricsLogger:
                 if key in row and row[key] is None:
                     raise TrainingFailed(
                         f"{key} is not a finite number at step {row['step']}. Lower optimizer.lr, "
-                        "then run the command again: it resumes from the last checkpoint. If that "
+                        f"then resume with the same command and name={self.run.name}. If that "
                         "fails, start another run from an older checkpoint with train.init_from"
                     )
 

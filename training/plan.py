@@ -74,10 +74,10 @@ def make_plan(config: RunConfig, runtime: Runtime) -> list[tuple[str, str]]:
     seconds = 60 * (config.train.minutes or math.inf)
     n_teachers = config.train.fit_teachers(seconds / (model_steps * seconds_per_step))
     teacher_steps = max(1, n_teachers) * model_steps
-    student_cost = 1 + FORWARD_SHARE * n_teachers  # of a step
+    student_step_cost = 1 + FORWARD_SHARE * n_teachers  # a step of a teacher costs 1
     student_steps = 0
     if n_teachers > 0:
-        steps_in_time = (seconds / seconds_per_step - teacher_steps) / student_cost
+        steps_in_time = (seconds / seconds_per_step - teacher_steps) / student_step_cost
         student_steps = min(STUDENT_LENGTH * model_steps, steps_in_time)
     steps = math.ceil(teacher_steps + student_steps)
     tokens = steps * tokens_per_step
@@ -88,7 +88,7 @@ def make_plan(config: RunConfig, runtime: Runtime) -> list[tuple[str, str]]:
     device = f"{device_name(runtime.device)}, {dtype_name(runtime.dtype)}"
     processes = pluralize(runtime.dist.world_size, "process")
     split = f"{processes} x {runtime.accumulation} x {runtime.micro_batch_size}"
-    equivalent_steps = teacher_steps + student_cost * student_steps  # with as many FLOPs
+    equivalent_steps = teacher_steps + student_step_cost * student_steps  # with as many FLOPs
     total_flops = format_si(equivalent_steps * flops_per_step)
     time = format_duration(equivalent_steps * seconds_per_step)
     models = f", of {n_teachers} teachers and their student" if n_teachers else ""

@@ -221,9 +221,13 @@ def select_values(config: RunConfig, preset: str) -> dict[str, Any]:
     block_size = config.model.block_size if "model.block_size" in set_keys else None
     batch_size = config.train.batch_size if "train.batch_size" in set_keys else None
     train = config.train
+    has_epochs = train.epochs is not None or "train.epochs" not in set_keys
     # without a time limit, there is no reason for teachers, and the others exclude them
     may_have_teachers = (
-        train.minutes is not None and train.init_from is None and train.patience is None
+        train.minutes is not None
+        and has_epochs
+        and train.init_from is None
+        and train.patience is None
     )
     values = preset_values(preset, block_size, batch_size, may_have_teachers)
     if "model.n_embd" in set_keys and "model.n_head" in values:

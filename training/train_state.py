@@ -206,7 +206,9 @@ class TrainState:
         seconds_left = 60 * self.config.minutes - self.seconds
         trained = len(self.teachers) + 1
         fitting = self.config.fit_teachers(trained + seconds_left / (steps * seconds_per_step))
-        self.planned_teachers = max(fitting, trained) if trained > 1 else fitting
+        if trained > 1:
+            fitting = max(fitting, trained)  # trained teachers stay
+        self.planned_teachers = fitting
 
     def start_next_model(self, seed: int) -> None:
         """Add the current model to the teachers, and start the next one.

@@ -237,12 +237,27 @@ def test_other_vocabulary_of_the_same_text_is_refused():
         check_change(CONFIG, META | {"tokenizer": {"tokens": ["YQ=="]}})
 
 
-def test_steps_below_those_of_the_checkpoint_are_refused(state, checkpoints):
+@pytest.mark.parametrize("limit", [{"steps": 6}, {"steps": 7}, {"minutes": 0.1}, {"epochs": 0.5}])
+def test_new_limit_that_is_reached_is_refused(limit, state, checkpoints):
+    """The weights of this step were not evaluated."""
+    checkpoints.header = HEADER | {"config": {"train": dict.fromkeys(limit)}}
+    state.seconds = 7.0
+    state.steps_per_epoch = 12
     save_steps(state, checkpoints, 7)
-    state.config = TrainConfig(steps=6)
+    state.config = TrainConfig(**{"steps": 9} | limit)
     checkpoints.run.resumes = True
-    with pytest.raises(UserError, match=r"last.pt has finished step 7; set train.steps=7 or more"):
-        load_last_checkpoint(checkpoints.run, state, HEADER, Dist())
+    header = HEADER | {"config": {"train": limit}}
+    ((key, value),) = limit.items()
+    message = rf"a has reached train.{key}=null \(now {value}\) at step 7; set a larger value"
+    with pytest.raises(UserError, match=message):
+        load_last_checkpoint(checkpoints.run, state, header, Dist())
+
+
+def test_run_that_was_killed_after_its_last_step_is_accepted(state, checkpoints):
+    save_steps(state, checkpoints, 9)
+    checkpoints.run.resumes = True
+    load_last_checkpoint(checkpoints.run, state, HEADER, Dist())
+    assert state.is_finished
 
 
 # What a killed process has written after its last checkpoint

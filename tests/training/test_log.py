@@ -150,11 +150,15 @@ def path(tmp_path) -> Path:
     return path
 
 
+def make_logger(path: Path) -> MetricsLogger:
+    return MetricsLogger(SimpleNamespace(folder=path.parent, name="mine"))
+
+
 @pytest.fixture
 def log(path, monkeypatch) -> MetricsLogger:
     """A MetricsLogger of a new run, which does not write by itself."""
     monkeypatch.setattr("training.log.FLUSH_INTERVAL_S", math.inf)
-    return MetricsLogger(path.parent)
+    return make_logger(path)
 
 
 def read_timing() -> dict:
@@ -180,7 +184,7 @@ def test_rows_are_appended_after_a_resume(path, log):
 
 
 def test_rows_are_written_once_a_second(path, clock):
-    log = MetricsLogger(path.parent)
+    log = make_logger(path)
     clock[0] += 0.9
     log.log({"step": 1})
     assert read_jsonl(path) == []
@@ -193,7 +197,8 @@ def test_rows_are_written_once_a_second(path, clock):
 @pytest.mark.parametrize("value", [math.nan, math.inf], ids=str)
 def test_loss_that_is_not_finite_is_written_as_null_and_ends_the_run(path, log, key, value):
     log.log({"step": 3, key: torch.tensor(value)})
-    with pytest.raises(TrainingFailed, match=rf"{key} .* at step 3. Lower optimizer.lr"):
+    message = rf"{key} .* at step 3. Lower optimizer.lr, then resume .* name=mine"
+    with pytest.raises(TrainingFailed, match=message):
         log.flush()
     assert json.loads(path.read_bytes()) == {"step": 3, key: None}
 

@@ -299,6 +299,7 @@ def test_minutes_are_only_a_limit_if_something_else_sets_the_length_or_the_model
         "train.patience=3",
         "train.init_from=run:a",
         "train.n_teachers=null",
+        "train.epochs=null",
         "train.minutes=null",
     ],
 )
