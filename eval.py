@@ -39,12 +39,13 @@ def main(config: EvalScriptConfig) -> int:
     source = resolve_source(config.data)
     # scoring decodes nothing
     model, tokenizer, _ = load_for_inference(config, decodes_batches=False)
-    documents = iter_documents(source)
-    rows = score_documents(model, tokenizer, documents, config.batch_size, source.text_bytes)
+    texts = iter_documents(source)
+    rows = score_documents(model, tokenizer, texts, config.batch_size, source.text_bytes)
     if out is not None:
         atomic_write(out, "".join(json.dumps(row) + "\n" for row in rows))
         print_text(f"written  {config.out}", stderr=True)
-    PlainConsole().print(make_results_table([*rows[:-1][:MAX_TABLE_ROWS], rows[-1]]))
+    *documents, total = rows
+    PlainConsole().print(make_results_table([*documents[:MAX_TABLE_ROWS], total]))
     return 0
 
 

@@ -91,7 +91,7 @@ def read_files(script: str, choices: dict[str, str], config_dir: str | None) -> 
         words.append(f"{'experiment@_global_' if group == 'experiment' else group}={choice}")
     texts = {}
     for name, package in select_files(script, *words):
-        paths = [folder / f"{name}.yaml" for folder in dict.fromkeys(folders)]
+        paths = [folder / f"{name}.yaml" for folder in folders]
         found = list(filter(Path.exists, paths))  # none for files of Hydra itself
         if len(found) > 1:
             raise UserError(f"{found[1]} has the name of a built-in file; rename it")

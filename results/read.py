@@ -180,10 +180,11 @@ def _list_swept(job: str) -> str:
 def _read_run(folder: Path, swept: str | None = None) -> Run:
     summary = read_json(folder / "summary.json")
     settings = flatten_dict(read_config(folder))
+    swept_keys = re.findall(r"([\w.]+)=", swept or "")
     config = {
         key: value
         for key, value in settings.items()
-        if key.split(".")[0] not in IGNORED_SECTIONS or f"{key}=" in (swept or "")
+        if key.split(".")[0] not in IGNORED_SECTIONS or key in swept_keys
     }
     # torchrun sets the number of processes. It is not in the config, but it affects the speed.
     config["world_size"] = summary.get("world_size", 1)

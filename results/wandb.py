@@ -146,13 +146,13 @@ def export_folder(folder: Path, mode: str, writer: int | None) -> None:
 def read_run(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Read config.yaml and summary.json of a run, a bench, or the first run of a comparison.
 
-    Compared runs that were refused do not count. Both are empty if there is no other.
+    Compared runs that were refused are left out. Both are empty if there is no other.
     """
     compared = read_json(folder / "comparison.json").get("runs", [])
     for run in [folder, *(folder / name for name in compared)]:
         summary = read_json(run / "summary.json")
-        counts = run == folder or summary.get("status") != "refused"
-        if counts and (run / "config.yaml").exists():
+        is_left_out = run != folder and summary.get("status") == "refused"
+        if (run / "config.yaml").exists() and not is_left_out:
             return read_config(run), summary
     return {}, {}
 

@@ -68,10 +68,11 @@ def iter_seeds(jobs: list[Job], negligible: float) -> Iterator[list[Job]]:
     settings = {job.setting for job in jobs}
     seeds = [list(group) for _, group in groupby(jobs, key=lambda job: job.config["seed"])]
     for number, batch in enumerate(seeds, 1):
+        settings.add(jobs[0].setting)
         needed = [
             job
             for job in batch
-            if job.setting in settings | {jobs[0].setting} or (job.folder / "summary.json").exists()
+            if job.setting in settings or (job.folder / "summary.json").exists()
         ]
         is_new = not all(job.is_done() for job in needed)
         started = time.monotonic()

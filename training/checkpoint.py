@@ -74,7 +74,8 @@ def load_last_checkpoint(run: RunFolder, state: TrainState, header: dict, dist: 
         if changes:
             print_text(f"changed  {', '.join(changes.values())}")
         state.load_state_dict(saved)
-        reached = [changes[key] for key in changes if state.used_limits.get(key, 0) >= 1]
+        used = state.used_limits
+        reached = [changes[key] for key in changes if used.get(key, 0) >= 1]
         if reached:
             raise UserError(
                 f"{run.folder} has reached {' and '.join(reached)} at step {state.step}; "

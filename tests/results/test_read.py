@@ -135,6 +135,15 @@ def test_swept_key_is_compared_although_runs_of_a_variant_may_differ_in_it(tmp_p
     ]
 
 
+def test_swept_key_that_ends_like_another_one_does_not_divide_a_variant(tmp_path):
+    """Each run has its own `name`, which is also the end of tokenizer.name."""
+    jobs = [f"tokenizer.name=byte,seed={seed}" for seed in (1, 2)]
+    sweep = write_sweep(tmp_path / "s", jobs)
+    for job in jobs:
+        write_run(sweep / job, int(job[-1]), changes={"tokenizer.name": "byte"})
+    assert seeds(sweep) == [[1, 2]]
+
+
 def test_labels_of_a_sweep_whose_steps_have_changed_differ(tmp_path):
     sweep = write_sweep(tmp_path / "s", ["n=1,seed=1", "n=1,seed=2"])
     for seed, steps in enumerate((10, 20), 1):
