@@ -41,75 +41,76 @@ PRESETS = {
     "optimizer.ngram_weight_decay": (24.0, 24.0, 12.0, 5.0, 2.0, 0.7),
 }
 
-# Presets with FLOPs: 2.5e12 to 1.6e14 are 15 s and 1, 2, 5 and 20 minutes on two CPU cores, 1e19 is
-# the training of GPT-2 124M.
-# A table has a row for each of TEXT_BYTES and a column for each of FLOPS. For 1 MB, 1.6e13 FLOPs
-# are one larger model, because they are too few for teachers, and 4e13 are several smaller ones.
+# Presets with FLOPs: 2.5e12 to 1.6e14 are 15 s and 1, 2, 3, 5 and 20 minutes on two CPU cores, 1e19
+# is the training of GPT-2 124M.
+# A table has a row for each of TEXT_BYTES and a column for each of FLOPS. For 1 MB, up to 2.5e13
+# FLOPs are one model, because they are too few for teachers, and 4e13 are several smaller ones.
 TEXT_BYTES = (2e4, 1e5, 1e6, 1e7, 1e10)
-FLOPS = (1e11, 5e11, 2.5e12, 1e13, 1.6e13, 4e13, 1.6e14, 1e19)
+FLOPS = (1e11, 5e11, 2.5e12, 1e13, 1.6e13, 2.5e13, 4e13, 1.6e14, 1e19)
 TABLES = {
     "n_layer": (
-        (1, 1, 1, 1, 1, 1, 1, 1),
-        (1, 1, 3, 3, 3, 3, 4, 4),
-        (1, 1, 1, 2, 4, 3, 4, 8),
-        (1, 1, 1, 2, 2, 3, 4, 12),
-        (1, 1, 1, 2, 2, 3, 4, 12),
+        (1, 1, 1, 1, 1, 1, 1, 1, 1),
+        (1, 1, 3, 3, 3, 3, 3, 4, 4),
+        (1, 1, 1, 2, 3, 3, 2, 4, 8),
+        (1, 1, 1, 2, 2, 2, 3, 4, 12),
+        (1, 1, 1, 2, 2, 2, 3, 4, 12),
     ),
     # n_embd is HEAD_DIM n_head
     "n_head": (
-        (2, 2, 2, 2, 2, 2, 2, 2),
-        (1, 2, 3, 3, 3, 3, 4, 4),
-        (1, 1, 2, 3, 4, 3, 4, 8),
-        (1, 1, 2, 2, 2, 3, 4, 12),
-        (1, 1, 2, 2, 2, 3, 4, 12),
+        (2, 2, 2, 2, 2, 2, 2, 2, 2),
+        (1, 2, 3, 3, 3, 3, 3, 4, 4),
+        (1, 1, 2, 3, 3, 3, 3, 4, 8),
+        (1, 1, 2, 2, 2, 2, 3, 4, 12),
+        (1, 1, 2, 2, 2, 2, 3, 4, 12),
     ),
     "vocab_size": (
-        (288, 288, 288, 288, 288, 288, 288, 288),
-        (640, 640, 640, 640, 640, 640, 640, 640),
-        (640, 768, 1024, 1024, 1024, 1024, 1024, 2048),
-        (640, 768, 1024, 2048, 2048, 2048, 3072, 8192),
-        (640, 768, 1024, 2048, 2048, 2048, 3072, 32768),
+        (288, 288, 288, 288, 288, 288, 288, 288, 288),
+        (640, 640, 640, 640, 640, 640, 640, 640, 640),
+        (640, 768, 1024, 1024, 1024, 1024, 1024, 1024, 2048),
+        (640, 768, 1024, 2048, 2048, 2048, 2048, 3072, 8192),
+        (640, 768, 1024, 2048, 2048, 2048, 2048, 3072, 32768),
     ),
+    # A longer context takes more time, and a short text has too few windows of it.
     "block_size": (
-        (128, 128, 128, 128, 128, 128, 128, 128),
-        (128, 128, 128, 128, 128, 128, 128, 128),
-        (128, 128, 128, 128, 128, 128, 128, 256),
-        (128, 128, 128, 128, 128, 128, 128, 512),
-        (128, 128, 128, 128, 128, 128, 128, 1024),
+        (128, 128, 128, 128, 128, 128, 128, 128, 128),
+        (128, 128, 128, 128, 128, 128, 128, 128, 128),
+        (128, 128, 256, 256, 1024, 1024, 1024, 1024, 1024),
+        (128, 128, 128, 128, 128, 128, 128, 128, 512),
+        (128, 128, 128, 128, 128, 128, 128, 128, 1024),
     ),
     # tokens of an optimizer step
     "batch_tokens": (
-        (512, 512, 512, 512, 512, 512, 512, 512),
-        (512, 1024, 1024, 1024, 1024, 1024, 1024, 1024),
-        (1024, 2048, 4096, 4096, 4096, 4096, 4096, 4096),
-        (1024, 2048, 4096, 4096, 4096, 8192, 8192, 8192),
-        (1024, 2048, 4096, 4096, 4096, 8192, 8192, 524288),
+        (512, 512, 512, 512, 512, 512, 512, 512, 512),
+        (512, 1024, 1024, 1024, 1024, 1024, 1024, 1024, 1024),
+        (1024, 2048, 4096, 4096, 4096, 4096, 4096, 4096, 4096),
+        (1024, 2048, 4096, 4096, 4096, 4096, 8192, 8192, 8192),
+        (1024, 2048, 4096, 4096, 4096, 4096, 8192, 8192, 524288),
     ),
     # how often a model reads the text, at most
     "epochs": (
-        (4, 4, 4, 4, 4, 4, 4, 4),
-        (4, 4, 4, 4, 4, 4, 4, 4),
-        (3, 3, 3, 3, 3, 3, 3, 2.5),
-        (4, 4, 4, 4, 4, 4, 4, 4),
-        (4, 4, 4, 4, 4, 4, 4, 4),
+        (4, 4, 4, 4, 4, 4, 4, 4, 4),
+        (4, 4, 4, 4, 4, 4, 4, 4, 4),
+        (3, 3, 3, 3, 3, 3, 3, 3, 2.5),
+        (4, 4, 4, 4, 4, 4, 4, 4, 4),
+        (4, 4, 4, 4, 4, 4, 4, 4, 4),
     ),
     # learning rates, relative to the defaults of lr, embedding_lr and norm_lr, and to
     # head_lr in PRESETS
     "lr_scale": (
-        (1, 1, 1, 1, 1, 1, 1, 1),
-        (1, 1, 1, 1, 1, 1, 1, 1),
-        (1, 1, 1, 1, 1, 1, 1, 1),
-        (2, 2, 2, 1.2, 1.1, 1, 0.7, 0.5),
-        (2, 2, 2, 1.2, 1.1, 1, 0.7, 0.5),
+        (1, 1, 1, 1, 1, 1, 1, 1, 1),
+        (1, 1, 1, 1, 1, 1, 1, 1, 1),
+        (1, 1, 1, 1, 1, 1, 1, 1, 1),
+        (2, 2, 2, 1.2, 1.1, 1.05, 1, 0.7, 0.5),
+        (2, 2, 2, 1.2, 1.1, 1.05, 1, 0.7, 0.5),
     ),
     # The n-gram table decays by about the same factor per token as with PRESETS: more in a larger
     # batch, and less with a higher learning rate.
     "ngram_weight_decay": (
-        (24, 24, 24, 24, 24, 24, 24, 24),
-        (24, 24, 24, 24, 24, 24, 24, 24),
-        (10, 10, 10, 10, 10, 10, 10, 10),
-        (0.7, 0.7, 0.7, 1.2, 1.4, 2.8, 4, 5.6),
-        (0.7, 0.7, 0.7, 1.2, 1.4, 2.8, 4, 100),
+        (24, 24, 24, 24, 24, 24, 24, 24, 24),
+        (24, 24, 24, 24, 24, 24, 24, 24, 24),
+        (10, 10, 10, 10, 10, 10, 10, 10, 10),
+        (0.7, 0.7, 0.7, 1.2, 1.4, 2, 2.8, 4, 5.6),
+        (0.7, 0.7, 0.7, 1.2, 1.4, 2, 2.8, 4, 100),
     ),
 }
 
@@ -331,8 +332,8 @@ def values_for_flops(
         block_size = 2 ** round(math.log2(by_both("block_size")))
     if batch_size is None:
         batch_size = max(1, 2 ** round(math.log2(by_both("batch_tokens") / block_size)))
-    # 6 FLOPs per weight and token; attention is left out
-    flops_per_token = 6 * n_embd * (12 * n_layer * n_embd + vocab_size)
+    # 6 per weight, and 6 T C per layer for attention without the masked half
+    flops_per_token = 6 * n_embd * (n_layer * (12 * n_embd + block_size) + vocab_size)
     epochs = two_digits(by_both("epochs"))
     text_tokens = text_bytes / (BYTES_PER_TOKEN * math.log2(vocab_size))
     tokens = min(flops / flops_per_token, epochs * text_tokens)  # of each model

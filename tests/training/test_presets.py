@@ -52,30 +52,31 @@ def test_values_are_valid(text_bytes, flops):
 
 
 @pytest.mark.parametrize(
-    ("preset", "n_layer", "vocab_size", "tokens", "epochs", "lr", "ngram_weight_decay"),
+    ("preset", "n_layer", "vocab_size", "batch", "block_size", "epochs", "lr", "ngram_decay"),
     [
-        ("2e4-1e13", 1, 288, 4 * 128, 4, 0.01, 24),
-        ("1e5-1e11", 1, 640, 4 * 128, 4, 0.01, 24),
-        ("1e5-4e13", 3, 640, 8 * 128, 4, 0.01, 24),
-        ("1e5-1.6e14", 4, 640, 8 * 128, 4, 0.01, 24),
-        ("1e6-1e13", 2, 1024, 32 * 128, 3, 0.01, 10),
-        ("1e6-1.6e13", 4, 1024, 32 * 128, 3, 0.01, 10),
-        ("1e6-4e13", 3, 1024, 32 * 128, 3, 0.01, 10),
-        ("1e6-1.6e14", 4, 1024, 32 * 128, 3, 0.01, 10),
-        ("1e7-1.6e14", 4, 3072, 64 * 128, 4, 0.007, 4),
-        ("1e10-1e19", 12, 32768, 512 * 1024, 4, 0.005, 100),
+        ("2e4-1e13", 1, 288, 4, 128, 4, 0.01, 24),
+        ("1e5-1e11", 1, 640, 4, 128, 4, 0.01, 24),
+        ("1e5-4e13", 3, 640, 8, 128, 4, 0.01, 24),
+        ("1e5-1.6e14", 4, 640, 8, 128, 4, 0.01, 24),
+        ("1e6-1e13", 2, 1024, 16, 256, 3, 0.01, 10),
+        ("1e6-2.5e13", 3, 1024, 4, 1024, 3, 0.01, 10),
+        ("1e6-4e13", 2, 1024, 4, 1024, 3, 0.01, 10),
+        ("1e6-1.6e14", 4, 1024, 4, 1024, 3, 0.01, 10),
+        ("1e7-1.6e14", 4, 3072, 64, 128, 4, 0.007, 4),
+        ("1e10-1e19", 12, 32768, 512, 1024, 4, 0.005, 100),
     ],
 )
 def test_values_of_measured_presets(
-    preset, n_layer, vocab_size, tokens, epochs, lr, ngram_weight_decay
+    preset, n_layer, vocab_size, batch, block_size, epochs, lr, ngram_decay
 ):
     values = preset_values(preset)
     assert values["model.n_layer"] == n_layer
     assert values["tokenizer.vocab_size"] == vocab_size
-    assert values["train.batch_size"] * values["model.block_size"] == tokens
+    assert values["train.batch_size"] == batch
+    assert values["model.block_size"] == block_size
     assert values["train.epochs"] == epochs
     assert values["optimizer.lr"] == lr
-    assert values["optimizer.ngram_weight_decay"] == ngram_weight_decay
+    assert values["optimizer.ngram_weight_decay"] == ngram_decay
 
 
 @pytest.mark.parametrize(
@@ -83,7 +84,7 @@ def test_values_of_measured_presets(
     [
         ("1.0e5-5.0e11", False),
         ("1.0e5-4.0e13", True),
-        ("1.0e6-1.6e13", False),
+        ("1.0e6-2.5e13", False),
         ("1.0e6-4.0e13", True),
         ("1.0e7-4.0e13", False),
     ],
