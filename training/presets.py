@@ -70,7 +70,7 @@ TABLES = {
         (640, 768, 1024, 2048, 2048, 2048, 2048, 3072, 8192),
         (640, 768, 1024, 2048, 2048, 2048, 2048, 3072, 32768),
     ),
-    # A longer context takes more time, and a short text has too few windows of it.
+    # A longer context takes more time, and texts of 100 kB do not gain from one.
     "block_size": (
         (128, 128, 128, 128, 128, 128, 128, 128, 128),
         (128, 128, 128, 128, 128, 128, 128, 128, 128),
@@ -332,7 +332,7 @@ def values_for_flops(
         block_size = 2 ** round(math.log2(by_both("block_size")))
     if batch_size is None:
         batch_size = max(1, 2 ** round(math.log2(by_both("batch_tokens") / block_size)))
-    # 6 per weight, and 6 T C per layer for attention without the masked half
+    # 6 per weight, and per layer 6 block_size n_embd: attention without its masked half
     flops_per_token = 6 * n_embd * (n_layer * (12 * n_embd + block_size) + vocab_size)
     epochs = two_digits(by_both("epochs"))
     text_tokens = text_bytes / (BYTES_PER_TOKEN * math.log2(vocab_size))
